@@ -21,6 +21,7 @@ from gptmanager.bench import KernelOptions, bench_kernels, main
 from gptmanager.bench.kernels import attention_peers
 from gptmanager.bench.kernels import benchmark as kernels
 from gptmanager.bench.kernels.adapter_cases import adapter_cases
+from gptmanager.bench.kernels.attention_cases import attention_cases
 from gptmanager.bench.kernels.attention_peers import torch_varlen
 from gptmanager.bench.kernels.benchmark import all_cases
 from gptmanager.bench.kernels.cases import (
@@ -40,9 +41,11 @@ from gptmanager.bench.kernels.expert_cases import _logits as expert_logits
 from gptmanager.bench.kernels.expert_cases import expert_cases
 from gptmanager.bench.kernels.kernel_runs import report as kernel_report
 from gptmanager.bench.kernels.kernel_runs import run_case
+from gptmanager.bench.kernels.logits_cases import logits_cases
 from gptmanager.bench.kernels.matmul_cases import matmul_cases
 from gptmanager.bench.kernels.paged_rows import attention_flops, paged_rows
-from gptmanager.bench.kernels.sampling_cases import refused_share
+from gptmanager.bench.kernels.sampling_cases import refused_share, sampling_cases
+from gptmanager.bench.kernels.token_cases import token_cases
 from gptmanager.bench.machine import card, find_gpu
 from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.table import kernel_table
@@ -501,6 +504,69 @@ def test_adapters_read_each_weight_once():
             assert case.flops == 2 * 256 * num_modules * rank * (1024 + 1024)
             assert texts(case) == ["<= 1.3 x roofline"] and case.quick == (rank == 8)
     assert not cases
+
+
+def test_attention_reads_each_page_once():
+    """A context also reads its queries and writes as many results."""
+    cases, page, head = attention_cases(Sizes()), 2 * 8 * 128, 4 * 32 * 128
+    fast, fa2 = ["<= 1 x flashinfer"], ["<= 1 x flashinfer fa2"]
+    of_copy, of_matmul = [">= 85% of copy", *fast], [">= 50% of matmul", *fa2]
+    all_rows, chunk = 32 * 4096, 512 * 3584 + 512 * 513 // 2
+    context = [2 * page * 4 * 4096, page * 4 * 4096]  # of pages in 2 bytes, and in 1
+    queries = 2 * 2 * 32 * 128 * 4 * 512
+    whole = 2 * page * 4096 + 2 * 2 * 32 * 128 * 4096
+    assert [(it.name, it.num_bytes, it.flops, texts(it), it.quick) for it in cases] == [
+        ("32 x 4096", 2 * page * all_rows, head * all_rows, of_copy, True),
+        (
+            *("16 x 128, 16 x 8064", 2 * page * all_rows, head * all_rows),
+            *(["<= 1.2 x 32 x 4096", *fast], True),
+        ),
+        ("31 x 1024, one 99328", 2 * page * all_rows, head * all_rows, fast, False),
+        ("1 x 1024", 2 * page * 1024, head * 1024, fast, True),
+        ("32 x 4096, fp8", page * all_rows, head * all_rows, fast, True),
+        ("32 x 4096, blocks of 16", 2 * page * all_rows, head * all_rows, fast, False),
+        ("32 x 4096, blocks of 32", 2 * page * all_rows, head * all_rows, fast, False),
+        ("4096 causal", whole, head * 4096 * 4097 // 2, of_matmul, True),
+        ("4 chunks of 512 up to 4096", context[0] + queries, 4 * head * chunk, fa2, True),
+        ("4 chunks of 512 up to 4096, fp8", context[1] + queries, 4 * head * chunk, fa2, True),
+        ("8 x 1024 causal", 2 * whole, 8 * head * 1024 * 1025 // 2, fa2, False),
+    ]
+
+
+def test_what_other_kernels_read_and_write():
+    cases = [*token_cases(Sizes()), *sampling_cases(Sizes()), *logits_cases(Sizes())]
+    vocab, size = 128256, "256 x 128256"
+    assert [(it.name, it.num_bytes, texts(it), it.quick) for it in cases] == [
+        *(
+            (f"{name}, {rows}{unit}", 2 * rows * numbers, [], True)
+            for name, numbers, unit in (
+                ("add + RMSNorm", 4 * 4096, " x 4096"),  # both are read and written
+                ("SiLU * up", 3 * 14336, " x 14336"),
+                ("RoPE + KV write", 2 * (32 + 2 * 8) * 128, " tokens"),
+            )
+            for rows in (256, 8192)
+        ),
+        ("32 blocks of 64 in 32 layers", 2 * 2 * 32 * 32 * 64 * 8 * 128, [], True),
+        *(
+            (f"{name}, {size}", 256 * vocab * 4, goals, quick)
+            for name, goals, quick in (
+                ("top-k 50, top-p 0.9, peaked", ["<= 3 x roofline"], True),
+                ("top-p 0.9, peaked", ["<= 3 x roofline"], True),
+                ("top-p 0.9, flat", ["<= 3 x roofline"], True),
+                ("top-k 1000, flat", ["<= 3 x roofline"], False),
+                ("greedy", [], False),
+            )
+        ),
+        *(
+            (f"{name}, {size}", 256 * of_row, [], True)
+            for name, of_row in (
+                ("penalties over 1024 tokens, 64 biases", 1024 * 12 + 64 * 16),
+                ("64 allowed", vocab // 8 + 4 * (vocab - 64)),
+                ("of one token", 4 * vocab + 12),
+                ("8 best", 4 * vocab + 8 * 8),
+            )
+        ),
+    ]
 
 
 def texts(case):
