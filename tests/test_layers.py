@@ -660,6 +660,7 @@ server/                       a manager behind HTTP and gRPC
         call                  all requests of one call
         restored_responses    responses to restored requests (no torch)
         kept_calls            calls that clients may join again
+        admission             limits on the requests that run and wait
         metrics               metrics of the server (no torch)
         engine                Engine: runs calls on the manager
         throughput            a line of the log every ten seconds, while busy

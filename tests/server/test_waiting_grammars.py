@@ -73,10 +73,10 @@ def waiting(server, asked_for, patterns):
             clients.enter_context(contextlib.closing(client))
             body = json.dumps({**BODY, "guided_regex": pattern})
             client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        wait_for(lambda: server.engine._num_preparing == len(patterns))
+        wait_for(lambda: server.engine.admission.num_preparing == len(patterns))
         wait_for(lambda: asked_for.issuperset(patterns))  # a thread that asks late is not cancelled
         yield
-    wait_for(lambda: not server.engine._num_preparing)
+    wait_for(lambda: not server.engine.admission.num_preparing)
 
 
 def test_what_clients_that_are_gone_had_asked_for_is_not_compiled(server, slow_trials, asked_for):

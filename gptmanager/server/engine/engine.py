@@ -22,6 +22,7 @@ from gptmanager.callbacks.text.text_encoder import TextEncoder, TextTooLongError
 from gptmanager.errors import ConfigError, GptManagerError, ManagerDeadError, quoted
 from gptmanager.server.context_length import ContextLength
 from gptmanager.server.engine.adapters import FIRST_OWN_TASK, Adapter, Adapters
+from gptmanager.server.engine.admission import Admission
 from gptmanager.server.engine.call import Call, EngineRequest
 from gptmanager.server.engine.kept_calls import KeptCalls
 from gptmanager.server.engine.metrics import RequestCounts, ServerMetrics, counts_of
@@ -61,6 +62,7 @@ class Engine:
         self.adapters = Adapters(*given, has_journal=has_journal)
         self.has_adapters = has_adapters
         self.keys = ServerKeys(settings)
+        self.admission = Admission(queue, self.keys, settings)
         self.body_budget = BodyBudget()
         tokenizer = card.tokenizer
         self.banned_texts = None if tokenizer is None else BannedTexts(tokenizer)
@@ -79,7 +81,6 @@ class Engine:
         self._seeds = random.Random(settings.manager.params.seed or None)
         self.restored = metrics.restored
         self._calls: set[Call] = set()
-        self._num_preparing = 0
         # With a journal, the first id is random, so that no request has the id of a request of an
         # earlier process.
         first = 0 if not has_journal else int.from_bytes(os.urandom(5), "big") << 20
@@ -134,7 +135,7 @@ class Engine:
             if request.is_scoring:
                 self.context_length.check_scored(len(request.tokens))
             self.context_length.check(len(request.tokens), request.max_new_tokens)
-        self._check_room(requests)
+        self.admission.check_room(requests)
         ids: list[int | None] = [None] * len(requests)
         num_bytes = 0
         if call_key is not None:
@@ -191,69 +192,8 @@ class Engine:
         shuts down or has failed.
         """
         self._check_open()
-        self._check_number_waiting(1)
-        key = self.keys.reserve(1)
-        self._num_preparing += 1
-        try:
+        with self.admission.preparing():
             yield
-        finally:
-            self._num_preparing -= 1
-            self.keys.release(key, 1)
-
-    def check_number(self, number: int) -> None:
-        """Raise ApiError if `number` requests of a single call exceed the limits of an idle server.
-
-        The status is 400, because after a 429 clients would retry forever.
-        """
-        settings = self._settings
-        most = settings.concurrency + settings.max_queued_requests
-        if number > most:
-            raise ApiError(
-                400,
-                f"the call makes {number} requests; at most {most} may run and wait at once "
-                f"(--max-concurrency {settings.concurrency}, --max-queued-requests "
-                f"{settings.max_queued_requests})",
-                code="too_many_requests_at_once",
-            )
-
-    def _check_room(self, requests: Sequence[EngineRequest]) -> None:
-        settings, limit = self._settings, self._settings.max_queued_tokens
-        if self._check_number_waiting(len(requests)) <= 0:
-            return
-        tokens = sum(len(request.tokens) for request in requests)
-        if limit is not None and len(requests) > settings.concurrency and tokens > limit:
-            raise ApiError(
-                400,
-                f"the {len(requests)} prompts have {tokens} tokens, more than "
-                f"--max-queued-tokens = {limit}, and only {settings.concurrency} run at once",
-                code="too_many_requests_at_once",
-            )
-        if limit is not None and self.queue.num_pending_tokens + tokens > limit:
-            raise ApiError(
-                429,
-                f"{self.queue.num_pending_tokens} prompt tokens wait; {tokens} more would exceed "
-                f"--max-queued-tokens = {limit}",
-                code="queue_full",
-            )
-
-    def _check_number_waiting(self, number: int) -> int:
-        """Return how many requests would wait if `number` more came; at most 0 if all would run.
-
-        Raises ApiError if too many would wait: 400 if `number` alone exceeds the limits, else 429.
-        """
-        settings = self._settings
-        running = self.queue.num_open + self._num_preparing
-        waiting = running + number - settings.concurrency
-        if waiting > 0:
-            self.check_number(number)
-        if waiting > settings.max_queued_requests:
-            raise ApiError(
-                429,
-                f"{running} requests run or wait; {number} more would make {waiting} wait: "
-                f"--max-queued-requests allows {settings.max_queued_requests}",
-                code="queue_full",
-            )
-        return waiting
 
     def _start(
         self,

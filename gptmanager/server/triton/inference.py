@@ -203,7 +203,7 @@ class Inference:
         found: list[tuple[int, Reply]] = []
         for index, row in enumerate(rows):
             found += [(index, reply) for reply in await model.replies(row)]
-            self._engine.check_number(len(found))
+            self._engine.admission.check_number(len(found))
             _check_single_response(request, [reply for _, reply in found])
         return found
 
