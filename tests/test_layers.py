@@ -15,17 +15,18 @@ import pytest
 
 LAYERS = """
 errors                        all exceptions of the library, as one tree
-environment/                  the installed package, and the machine's cores and memory
+environment/                  the installed package, and the machine that it runs on
     lazy_names                names of a package that are imported on first use (no torch)
     interpreter               refuses sub-interpreters, in which torch does not work (no torch)
     distribution              name and version of the installed package (no torch)
-    loopback                  whether a host is localhost or a loopback address (no torch)
-    control_groups            CPU and memory limits of containers and systemd (no torch)
-    cores                     number of cores that this process may use (no torch)
-    cpu_features              features of the processor that compiled code may use (no torch)
-    memory                    free memory, huge pages, and returning memory to the system (no torch)
     legible_json              values that JSON can hold, without lone surrogates (no torch)
-    local_models              finds the models on this machine, by name (no torch)
+    machine/                  cores, memory, processor, addresses and models of the machine
+        loopback              whether a host is localhost or a loopback address (no torch)
+        control_groups        CPU and memory limits of containers and systemd (no torch)
+        cores                 number of cores that this process may use (no torch)
+        cpu_features          features of the processor that compiled code may use (no torch)
+        memory                free memory, huge pages, and memory given back (no torch)
+        local_models          finds the models on this machine, by name (no torch)
 lifecycle/                    states of a manager; clocks, logging, child processes, watchdog
     callables                 check that a host's callable is an ordinary function (no torch)
     clock                     system clocks, unaffected by patches of `time` (no torch)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager.callbacks.adapters.peft_config import MERGE, PeftConfig
-from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsCopy
 from gptmanager.memory.tensor_sources import TensorInfo, tensor_name

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from gptmanager import GptManager
 from gptmanager.callbacks.live_page.feed import TICK_S, LiveFeed, Viewer
-from gptmanager.environment.loopback import is_loopback
+from gptmanager.environment.machine.loopback import is_loopback
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.threads import start_thread
 

@@ -18,7 +18,7 @@ from gptmanager.assembly.stateful import refuse_for_states, settle_reuse, withou
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
-from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, response_text
 from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.executor.torch_executor import TorchExecutor

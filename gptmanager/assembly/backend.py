@@ -32,7 +32,7 @@ from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.decoding.sampling.device_sampling import DeviceSampler
 from gptmanager.decoding.sampling.sampling import Sampler, sample_rows
-from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.executor.captured_steps import step_shapes
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.choice.token_chooser import Chooser, TokenChooser

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
-from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.lifecycle.log import logger

@@ -15,10 +15,10 @@ import torch
 from gptmanager.bench.machine import card, find_gpu, processor, versions
 from gptmanager.cuda.cache_folder import cache_folder
 from gptmanager.cuda.features import Features
-from gptmanager.environment.control_groups import cpu_quota
-from gptmanager.environment.cores import num_cores, num_schedulable
 from gptmanager.environment.distribution import DISTRIBUTION
-from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.environment.machine.control_groups import cpu_quota
+from gptmanager.environment.machine.cores import num_cores, num_schedulable
+from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.gemm import matmul
 from gptmanager.kernels.gemm.int4_tiles import has_byte_dots

@@ -17,8 +17,8 @@ import torch
 
 from gptmanager.cuda.device.device import find_cupy
 from gptmanager.cuda.features import Features
-from gptmanager.environment.cpu_features import cpu_features
 from gptmanager.environment.distribution import DISTRIBUTION
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.errors import ConfigError
 
 REPORT_VERSION = 1

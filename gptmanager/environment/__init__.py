@@ -1,1 +1,1 @@
-"""The environment of the library: its distribution, lazy imports, and limits of the machine."""
+"""The installed package: its version, how it is imported, and what it runs on."""

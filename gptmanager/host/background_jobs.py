@@ -17,7 +17,7 @@ from typing import Any, Generic, cast
 
 import torch
 
-from gptmanager.environment.cores import num_cores
+from gptmanager.environment.machine.cores import num_cores
 from gptmanager.lifecycle.clock import monotonic, perf_counter_ns, thread_time_ns
 from gptmanager.request.pieces import Pieces, Result
 

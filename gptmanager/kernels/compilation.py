@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from gptmanager.environment.cores import num_cores
-from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.environment.machine.cores import num_cores
+from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.kernels.simd.machine_code import (
     Body,
     compile_if_free,

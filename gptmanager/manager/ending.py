@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from gptmanager.config import OptionalParams
-from gptmanager.environment.memory import give_back
+from gptmanager.environment.machine.memory import give_back
 from gptmanager.errors import GptManagerError, ManagerDeadError, RankError, response_text
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.host.loop_host import LoopHost

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gptmanager.environment.memory import prefer_huge_pages
+from gptmanager.environment.machine.memory import prefer_huge_pages
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory.host_memory import HostMemory
 from gptmanager.memory.slot_states import SlotStates, StateShape

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, deserialize, safe_open
 from torch import Tensor
 
-from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
 from gptmanager.memory.mapped_file import MappedFile
 from gptmanager.memory.tensor_sources import TensorInfo, as_slice, tensor_name

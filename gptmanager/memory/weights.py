@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.config import ProgressCallback
-from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.gemm.int4_groups import GROUP
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, stored

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from gptmanager.environment.local_models import missing_hint
+from gptmanager.environment.machine.local_models import missing_hint
 
 _ENCODERS = frozenset(
     "albert bert camembert clip deberta deberta-v2 distilbert electra ernie modernbert mpnet "

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from gptmanager.environment.loopback import is_loopback
+from gptmanager.environment.machine.loopback import is_loopback
 from gptmanager.errors import RankError, response_text
 from gptmanager.lifecycle.clock import Patience
 from gptmanager.ranks.frames import Frame, Frames, Wakener

@@ -14,7 +14,7 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, Protocol
 
-from gptmanager.environment.loopback import is_loopback
+from gptmanager.environment.machine.loopback import is_loopback
 from gptmanager.errors import RankError
 from gptmanager.lifecycle.clock import monotonic
 

@@ -15,7 +15,7 @@ import torch
 
 from gptmanager.commands.follow import follow, is_follower
 from gptmanager.config import CapacitySchedulerPolicy, ModelType
-from gptmanager.environment.cores import num_cores
+from gptmanager.environment.machine.cores import num_cores
 from gptmanager.server.extras import load_extra
 from gptmanager.server.log_output import logging_to
 from gptmanager.server.settings import ServerSettings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gptmanager.environment.local_models import name_of
+from gptmanager.environment.machine.local_models import name_of
 from gptmanager.errors import ConfigError
 
 

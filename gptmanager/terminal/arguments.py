@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gptmanager.config import DEVICE
-from gptmanager.environment.local_models import find_model, missing_hint
+from gptmanager.environment.machine.local_models import find_model, missing_hint
 from gptmanager.errors import ConfigError, quoted
 
 _MAX_THREADS = 1024

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptmanager import cli
-from gptmanager.environment.local_models import download_hint, find_model, local_models
+from gptmanager.environment.machine.local_models import download_hint, find_model, local_models
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptmanager.environment import cpu_features as module
-from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.environment.machine import cpu_features as module
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.attention.paged_attention import attention
 from gptmanager.kernels.compiled_bodies import bodies_of_model
 from gptmanager.kernels.embedding_lookup import embed

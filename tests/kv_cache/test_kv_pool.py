@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gptmanager.environment import memory
+from gptmanager.environment.machine import memory
 from gptmanager.kv_cache.block import BlockCopy
 from gptmanager.memory import KvPool, PageShape
 

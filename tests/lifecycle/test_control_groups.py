@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from gptmanager.environment import cores, memory
-from gptmanager.environment.control_groups import cpu_quota, memory_left
-from gptmanager.environment.cores import num_cores
+from gptmanager.environment.machine import cores, memory
+from gptmanager.environment.machine.control_groups import cpu_quota, memory_left
+from gptmanager.environment.machine.cores import num_cores
 from gptmanager.kernels.simd import threads
 
 GIB = 1 << 30

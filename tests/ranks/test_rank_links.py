@@ -18,7 +18,7 @@ from own_time import own_time
 from rank_links import at_once, linked, outcome
 from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo
 
-from gptmanager.environment.loopback import is_loopback
+from gptmanager.environment.machine.loopback import is_loopback
 from gptmanager.errors import RankError
 from gptmanager.lifecycle import clock
 from gptmanager.ranks import links as own_links

@@ -301,7 +301,7 @@ def test_what_cannot_be_shared_out_is_refused(changes, layout, text):
 _MEASURE = """
 import re, sys
 from gptmanager.kernels import CpuKernels
-from gptmanager.environment.memory import give_back
+from gptmanager.environment.machine.memory import give_back
 from gptmanager.models import load_model
 from gptmanager.ranks.layout import RankLayout
 

@@ -11,7 +11,7 @@ import ctypes
 import numpy as np
 from llvmlite import ir
 
-from gptmanager.environment import cpu_features
+from gptmanager.environment.machine import cpu_features
 from gptmanager.kernels.gemm import matmul_plan, matrix_tiles
 from gptmanager.kernels.gemm.unit import int8_unit_tiles
 from gptmanager.kernels.simd.threads import Team

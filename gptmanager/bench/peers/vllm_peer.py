@@ -23,7 +23,7 @@ from gptmanager.bench.load import Request, Source, read_config
 from gptmanager.bench.peers import vllm_cpu_script
 from gptmanager.bench.peers.transformers_peer import TooSlow
 from gptmanager.config import OptionalParams
-from gptmanager.environment.memory import free_memory_bytes
+from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, GptManagerError, quoted
 from gptmanager.models.read_spec import read_spec
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gptmanager.environment.local_models import local_models
+from gptmanager.environment.machine.local_models import local_models
 from gptmanager.terminal.tables import print_report, table
 
 

@@ -29,8 +29,8 @@ from gptmanager.decoding.guided.grammar_matcher import (
 )
 from gptmanager.decoding.guided.grammar_trial import GrammarTrials
 from gptmanager.decoding.processors.rows import RowProcessor, RowSession
-from gptmanager.environment.cores import num_cores
 from gptmanager.environment.distribution import install_command
+from gptmanager.environment.machine.cores import num_cores
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.lifecycle.child_process import (

@@ -16,7 +16,7 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.gemm.int4_activations import BEGIN, BLOCK_HEAD, FACTOR, SUM, block_bytes
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
 from gptmanager.kernels.gemm.matrix_tiles import AHEAD, PANELS, fetch_line

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, fetch_line
 from gptmanager.kernels.gemm.quantized_activations import MARK_BYTES, STRETCH
 from gptmanager.kernels.gemm.small_matmul import repeat

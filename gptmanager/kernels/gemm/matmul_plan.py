@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.gemm import int4_matmul
 from gptmanager.kernels.gemm import matmul as bodies
 from gptmanager.kernels.gemm.int4_activations import (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.gemm.small_matmul import WIDE, repeat
 from gptmanager.kernels.simd.lanes import (
     FLOAT,

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gptmanager.environment.memory import zeroed_memory
+from gptmanager.environment.machine.memory import zeroed_memory
 from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.panel_writing import write_int8, write_words
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8

@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.simd.dtypes import (
     BFLOAT16,
     FLOAT32,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,

@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 
-from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.simd.lanes import LANES, VECTOR, call
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from gptmanager.environment.cores import num_cores
+from gptmanager.environment.machine.cores import num_cores
 from gptmanager.kernels.simd.dtypes import DTYPES
 
 logger = logging.getLogger("gptmanager")

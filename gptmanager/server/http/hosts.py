@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gptmanager.environment.loopback import is_loopback
+from gptmanager.environment.machine.loopback import is_loopback
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.access import AccessSettings

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from gptmanager.environment.loopback import is_loopback
+from gptmanager.environment.machine.loopback import is_loopback
 from gptmanager.errors import quoted
 from gptmanager.server.engine.adapters import Adapter
 from gptmanager.server.engine.engine import Engine

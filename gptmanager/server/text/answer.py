@@ -58,7 +58,8 @@ class Answer:
         self._times: dict[str, float] = {}
         self._num_choices = count = options.num_choices
         self._is_search = options.beam_width > 1
-        engine.admission.check_number(len(prompts) * options.num_requests)  # before any work for them
+        # before any work for them
+        engine.admission.check_number(len(prompts) * options.num_requests)
         ends = ends_of(options, engine.card)
         self.outputs = [
             Output(

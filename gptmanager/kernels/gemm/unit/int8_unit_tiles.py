@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from gptmanager.environment.cpu_features import cpu_features
+from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
 from gptmanager.kernels.gemm.int4_tiles import GROUP_BYTES, SCALE_BYTES
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, fetch_line, has_matrix_unit, move, unit

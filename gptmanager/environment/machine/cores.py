@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from gptmanager.environment.control_groups import ROOT, cpu_quota
+from gptmanager.environment.machine.control_groups import ROOT, cpu_quota
 
 
 def num_cores(root: Path = ROOT) -> int:

@@ -10,7 +10,7 @@ import resource
 import sys
 from contextlib import suppress
 
-from gptmanager.environment.control_groups import memory_left
+from gptmanager.environment.machine.control_groups import memory_left
 
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # only Linux has it
 

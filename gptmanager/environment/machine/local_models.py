@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _REPOSITORY = "models--"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"(.+)-(\d{5})(-of-\d{5}\.gguf)")  # the name of a file of a split model

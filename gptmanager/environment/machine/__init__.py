@@ -1,0 +1,1 @@
+"""The machine: its cores, memory, processor, addresses and models."""
