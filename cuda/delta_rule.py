@@ -42,7 +42,7 @@ def gated_delta(
     state: DeltaState,
     rows: RowSpans,
 ) -> None:
-    """Compute `DeltaOps.gated_delta`: write `out` `[T, H * V]`, and update `state` in place.
+    """Compute `RecurrentOps.gated_delta`: write `out` `[T, H * V]`, and update `state` in place.
 
     `gates`, `state.memory`, and the decay and step of `tensors` are float32, `rows` int32. All
     others have the same dtype: float32, float16 or bfloat16. A token's result has the same bits

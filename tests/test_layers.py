@@ -153,13 +153,15 @@ kernels/                      all operations of a model in torch, and compiled o
         routing               chooses and weighs the experts of each token
         mixture               matmuls of experts over tokens sorted by expert
         routing_loops         chooses experts and gathers their inputs, compiled
-    recurrent/                linear attention with a state: the gated delta rule
+    recurrent/                recurrent layers: the gated delta rule, short convolutions
+        convolution           causal convolutions of channels in torch
         delta_formulas        the gated delta rule in torch, by tokens or in chunks
-        delta_ops             the operations of linear attention in torch
+        recurrent_ops         the operations of recurrent layers in torch
+        convolution_loops     causal convolutions, compiled
         delta_loops           linear attention with a state, compiled
     reference                 every operation in torch: the specification
     cpu_matmuls               matmuls on the CPU
-    cpu_delta                 linear attention with a state on the CPU
+    cpu_recurrent             recurrent layers on the CPU
     cpu_experts               mixtures of experts on the CPU
     token_masks               sets the logits of forbidden tokens to -inf
     compiled_bodies           which compiled functions a model needs
@@ -262,6 +264,7 @@ models/                       decoder networks, and the table of families
         further_fields        config fields that several keys determine (no torch)
         mixtures              rows of the table for mixtures of experts (no torch)
         linears               rows of the table for linear attention (no torch)
+        convolutions          rows of the table for short convolutions (no torch)
         architectures         the table of architectures: keys and tensor names
         config                makes a config.json from a file's metadata
         row_orders            orders of rows in which a file differs from a checkpoint
@@ -289,6 +292,10 @@ models/                       decoder networks, and the table of families
     other_folders             describes a folder without a usable checkpoint (no torch)
     checkpoint_parts          reads a checkpoint from a folder or a GGUF file
     rope_scaling              rotary embeddings and their scaling
+    recurrent/                kinds of recurrent layers
+        kind                  the interface of these kinds
+        delta_rule            linear attention with the gated delta rule
+        short_convolution     gated convolutions over a few tokens
     spec                      ModelSpec: all sizes and features of a network
     attention_options         windows and page dtypes that a caller chooses for a ModelSpec
     parameters                names and shapes of a network's parameters
@@ -308,6 +315,7 @@ models/                       decoder networks, and the table of families
             mixtures          families with mixtures of experts
             corrected_mixtures  mixtures with a learned correction of scores
             linears           families with linear attention: Qwen3-Next, Qwen3.5
+            convolutions      families with short convolutions: LFM2
             latents           families with latents: DeepSeek V2, V3
         table                 FAMILIES: all of them, by model_type
         wrappers              text models inside of multimodal checkpoints
@@ -321,7 +329,7 @@ models/                       decoder networks, and the table of families
         cos_sin_tables        cosines and sines of all positions
         attention_inputs      normed heads, queries with a temperature, fewer pages
         latent_attention      attention to the latents of DeepSeek V2
-        linear_attention      linear attention with a state
+        recurrent_layer       the tensors of a recurrent layer
         expert_mixture        outputs of experts, with those of a shared MLP
         token_inputs          further inputs of layers for each token
         split_norms           norms over all heads, where ranks have some each

@@ -45,6 +45,8 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
         ("delta_gates", "rates"): "linear_attn_b",
         ("delta_gates", "steps"): "linear_attn_a",
         ("delta_out", None): "attn_dense",
+        ("short_in", None): "attn_qkv",
+        ("short_out", None): "attn_dense",
         **{
             (up, part): names
             for up in ("up", "shared_up")

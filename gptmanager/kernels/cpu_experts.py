@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Collection
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.compilation import compile_all
-from gptmanager.kernels.cpu_delta import CpuDelta
 from gptmanager.kernels.cpu_matmuls import SMALL_MATMUL
+from gptmanager.kernels.cpu_recurrent import RECURRENT_BODIES, CpuRecurrent
 from gptmanager.kernels.experts import routing_loops
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
@@ -37,7 +38,6 @@ from gptmanager.kernels.gemm.matmul_plan import (
     registers,
 )
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
-from gptmanager.kernels.recurrent import delta_loops
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import address_of, alike, with_first
@@ -97,12 +97,12 @@ class _Routed(NamedTuple):
     count: int  # type: ignore[assignment]  # not the method of tuples
 
 
-class CpuExperts(CpuDelta):
+class CpuExperts(CpuRecurrent):
     """The experts of `CpuKernels`."""
 
-    def warm_up_layers(self, has_states: bool, has_experts: bool) -> None:
+    def warm_up_layers(self, recurrent: Collection[str], has_experts: bool) -> None:
         own = [multiply_group, *routing_loops.BODIES] if has_experts else []
-        compile_all([*own, *(delta_loops.BODIES if has_states else ())])
+        compile_all([*own, *chain.from_iterable(RECURRENT_BODIES[it] for it in recurrent)])
 
     def new_expert_matrix(
         self,

@@ -38,7 +38,7 @@ from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, plain
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_formulas import add_outputs
-from gptmanager.kernels.recurrent.delta_ops import DeltaOps
+from gptmanager.kernels.recurrent.recurrent_ops import RecurrentOps
 
 LINEAR_TILE = 32
 ALIGNMENT = 16
@@ -46,13 +46,14 @@ ALIGNMENT = 16
 Ints = npt.NDArray[np.int32]
 
 
-class Kernels(DeltaOps, MixtureOps):
+class Kernels(RecurrentOps, MixtureOps):
     """The ops in torch. A subclass overrides the ops that it can compute faster.
 
     With `deterministic`, the result of an op for a token is bitwise independent of the other tokens
     in the call. Without it, the same formulas may round differently from batch to batch. Some ops
     return their result in the memory of an input: callers must not read again the `x` of `activate`
-    and of norms that add it to a residual, nor the `gates` of `gated_delta`.
+    and of norms that add it to a residual, nor the `gates` of `gated_delta` and the `projected` of
+    `short_convolution`.
     `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` never
     waits for the device; if it is False, steps of models with experts cannot be captured.
     `quantized_kinds` are the supported formats of quantized matrices, and `expert_kinds` those of
@@ -82,8 +83,11 @@ class Kernels(DeltaOps, MixtureOps):
     def warm_up_adapters(self) -> None:
         """Compile or load what the first step with an adapter needs; may run in any thread."""
 
-    def warm_up_layers(self, has_states: bool, has_experts: bool) -> None:
-        """Compile or load what the first step needs for layers with states, or with experts."""
+    def warm_up_layers(self, recurrent: Collection[str], has_experts: bool) -> None:
+        """Compile or load what the first step needs for recurrent layers, or for experts.
+
+        `recurrent`: names of the kinds of recurrent layers, which `models/recurrent` has.
+        """
 
     def check_routing(self, num_experts: int, routing: Routing) -> None:
         """Raise ConfigError for more experts than the kernels support, in all or per token."""

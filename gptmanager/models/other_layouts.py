@@ -1,7 +1,7 @@
 """`in_family_layout`: tensors that some programs store in another way, as their family stores them.
 
-MLX adds 1 to the norms of Qwen3-Next and Qwen3.5, and moves the dimension of size 1 of their
-convolutions to the end. It leaves out a term of the routers of ERNIE 4.5, which is then zero.
+MLX adds 1 to the norms of Qwen3-Next and Qwen3.5, and moves the dimension of size 1 of convolutions
+to the end, as those of LFM2. It leaves out a term of the routers of ERNIE 4.5, which is then zero.
 transformers 5 has the experts of Qwen3-VL-MoE as [out, in], and reads both orders. Programs that
 quantize GPT-2 store its matrices as [out, in], and GPT-2 itself stores them as [in, out].
 """
@@ -21,7 +21,7 @@ from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsFolder
 from gptmanager.memory.tensor_sources import CodedSource, GroupedSource, TensorInfo, TensorSource
 from gptmanager.models.quantized.source import QuantizedSource
 
-_CONVOLUTION = ".linear_attn.conv1d.weight"
+_CONVOLUTIONS = (".linear_attn.conv1d.weight", ".conv.conv.weight")
 _NORMS = re.compile(
     r"(^|\.)(input_layernorm|post_attention_layernorm|q_norm|k_norm)\.weight$"
     r"|^((.+\.)?(language_)?model\.)?norm\.weight$"
@@ -39,7 +39,7 @@ def in_family_layout(config: Mapping[str, Any], tensors: TensorSource) -> Tensor
     if config.get("model_type") == "gpt2" and isinstance(tensors, QuantizedSource):
         own = {name for name in tensors.matrices if _GPT2.search(name)}
         return RearrangedTensors(tensors, own, (), {})
-    convolutions = {name for name in given if name.endswith(_CONVOLUTION)}
+    convolutions = {name for name in given if name.endswith(_CONVOLUTIONS)}
     moved = {name for name in convolutions if _has_last_one(given[name].shape)}
     if moved != convolutions:
         return tensors

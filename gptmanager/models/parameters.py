@@ -7,7 +7,6 @@ from typing import Literal
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.packed_matrix import Quantized
-from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.models.spec import Attention, Latent, Layer, Mlp, ModelSpec, Norms
 
 Shape = tuple[int, ...]
@@ -59,18 +58,18 @@ def matmul_matrices(spec: ModelSpec) -> list[str]:
         for name, shape in shapes.items()
         if len(shape) == 2
         and name not in looked_up
-        and not name.endswith(("_norm.weight", "latent_up.weight", "delta_conv.weight"))
+        and not name.endswith(("_norm.weight", "latent_up.weight", "_conv.weight"))
     ]
 
 
 def wide_parameters(spec: ModelSpec) -> list[str]:
     """Return the names of the parameters that are kept in float32 at least.
 
-    With lower precision, routers could choose other experts, and errors of the decay in linear
-    attention would add up over all tokens of a sequence.
+    With lower precision, routers could choose other experts. `RecurrentKind` explains the others.
     """
     routers = "router.weight", "router.bias", "correction", "expert_factors"
-    names = *routers, "delta_gates.weight", "delta_decay", "delta_step"
+    kinds = {layer.attention.recurrent for layer in spec.layers} - {None}
+    names = *routers, *(name for own in kinds if own is not None for name in own.wide)
     return [name for name in parameter_shapes(spec) if name.endswith(names)]
 
 
@@ -96,8 +95,10 @@ def _adapted_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
     own, experts = layer.attention, layer.mlp.experts
     heads = own.num_heads, own.own_kv_heads, own.head_dim, own.projected_heads
     found: dict[str, tuple[int, ...]] = {"qkv": heads, "out": (own.out_width,)}
-    if own.delta is not None:
-        found = dict.fromkeys(("delta_in", "delta_gates", "delta_out"), own.delta)
+    if (recurrent := own.recurrent) is not None:
+        shapes = recurrent.parameters(0)  # of each hidden size
+        names = *recurrent.inputs, own.out_name
+        found = {name: shapes[f"{name}.weight"] for name in names}
     if experts is None:
         return found | dict.fromkeys(("up", "down"), (layer.mlp.width,))
     return found | dict.fromkeys(("shared_up", "shared_down"), (experts.shared_width,))
@@ -169,22 +170,9 @@ def _latent_attention(spec: ModelSpec, own: Attention, latent: Latent) -> dict[s
     return found | _affine("out", (hidden, own.out_width), spec.out_bias)
 
 
-def _delta_attention(spec: ModelSpec, own: DeltaShape) -> dict[str, Shape]:
-    hidden, heads = spec.hidden_size, own.value_heads
-    return {
-        "delta_in.weight": (own.channels + own.values, hidden),
-        "delta_gates.weight": (2 * heads, hidden),
-        "delta_conv.weight": (own.width, own.channels),
-        "delta_decay": (heads,),
-        "delta_step": (heads,),
-        "delta_norm.weight": (own.value_dim,),
-        "delta_out.weight": (hidden, own.values),
-    }
-
-
 def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
-    if own.delta is not None:
-        return _delta_attention(spec, own.delta)
+    if own.recurrent is not None:
+        return own.recurrent.parameters(spec.hidden_size)
     if own.latent is not None:
         return _latent_attention(spec, own, own.latent)
     heads, kv_heads = own.num_heads * own.head_dim, own.own_kv_heads * own.head_dim

@@ -24,6 +24,7 @@ from gptmanager.models.families.layer_types import CHUNKED, read_windows
 from gptmanager.models.families.wrappers import text_config, ties_by_wrapper, without_wrapper
 from gptmanager.models.fields import Fields
 from gptmanager.models.other_folders import describe_other_type
+from gptmanager.models.recurrent.delta_rule import DeltaRule
 from gptmanager.models.rope_scaling import Rope, read_rope
 from gptmanager.models.spec import Attention, Layer, Mlp, ModelSpec, Norms
 
@@ -140,9 +141,9 @@ def _read_layers(
 
 
 def _check_counts(layers: Sequence[Layer]) -> None:
-    deltas = (layer.attention.delta for layer in layers)
+    kinds = (layer.attention.recurrent for layer in layers)
     heads = sum(layer.attention.num_heads for layer in layers)
-    key_heads = sum(delta.key_heads for delta in deltas if delta is not None)
+    key_heads = sum(it.shape.key_heads for it in kinds if isinstance(it, DeltaRule))
     experts = sum(0 if it.mlp.experts is None else it.mlp.experts.count for it in layers)
     counted = (heads, "query heads"), (key_heads, "linear_num_key_heads"), (experts, "experts")
     for count, what in counted:

@@ -14,9 +14,9 @@ import torch
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 from gptmanager.kernels.experts.routing import Routing
-from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.memory.kv_pool import PageShape
 from gptmanager.memory.slot_states import StateShape
+from gptmanager.models.recurrent.kind import RecurrentKind
 from gptmanager.models.rope_scaling import Rope
 
 
@@ -100,9 +100,9 @@ class Attention:
     queries, or None. `kv_layer`: the index of the layer that computes the keys and values for this
     layer, or None if this layer computes its own. `keys_as_values`: values are the keys before
     their norm and RoPE. `latent`: the layer has multi-head latent attention, and stores a latent
-    instead of keys and values. `delta`: the layer has linear attention with a recurrent state; the
-    other fields do not describe linear attention. `gated`: the output of attention is multiplied by
-    the sigmoid of gates, which are projected together with the queries.
+    instead of keys and values. `recurrent`: the layer is recurrent, and has a state in place of
+    attention; the other fields do not describe it. `gated`: the output of attention is multiplied
+    by the sigmoid of gates, which are projected together with the queries.
     """
 
     num_heads: int
@@ -118,13 +118,13 @@ class Attention:
     kv_layer: int | None = None
     keys_as_values: bool = False
     latent: Latent | None = None
-    delta: DeltaShape | None = None
+    recurrent: RecurrentKind | None = None
     gated: bool = False
 
     @property
     def has_pages(self) -> bool:
         """Whether the layer stores keys of its own in the KV cache."""
-        return self.kv_layer is None and self.delta is None
+        return self.kv_layer is None and self.recurrent is None
 
     @property
     def own_kv_heads(self) -> int:
@@ -138,10 +138,15 @@ class Attention:
 
     @property
     def out_width(self) -> int:
-        """The number of elements that attention returns for a token."""
-        if self.delta is not None:
-            return self.delta.values
+        """The number of elements that attention, or a recurrent layer, returns for a token."""
+        if self.recurrent is not None:
+            return self.recurrent.out_width
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+    @property
+    def out_name(self) -> str:
+        """The name of the output projection."""
+        return "out" if self.recurrent is None else f"{self.recurrent.name}_out"
 
     @property
     def projected_heads(self) -> int:
@@ -301,17 +306,9 @@ class ModelSpec:
 
     @property
     def states(self) -> tuple[StateShape, ...]:
-        """The shapes of two states for each layer with linear attention.
-
-        The first state has the last inputs of the convolution, the second the memory of the heads.
-        """
-        wide = torch.float64 if self.dtype is torch.float64 else torch.float32
-        found: list[StateShape] = []
-        for layer in self.layers:
-            if (own := layer.attention.delta) is not None:
-                found.append(StateShape((own.width - 1, own.channels), self.dtype))
-                found.append(StateShape((own.value_heads, own.key_dim, own.value_dim), wide))
-        return tuple(found)
+        """The shapes of the states of a sequence, those of the first recurrent layer first."""
+        kinds = (layer.attention.recurrent for layer in self.layers)
+        return tuple(it for own in kinds if own is not None for it in own.states(self.dtype))
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -153,7 +153,7 @@ def check(spec: ModelSpec, layout: RankLayout) -> None:
     given = f"ParallelConfig.tensor_parallel_size = {size}"
     if size * stages > 1 and spec.states:
         given = "ParallelConfig: the number of ranks must be 1"
-        raise ConfigError(f"{given}, because layers of this model keep a state (linear_attention)")
+        raise ConfigError(f"{given}, because layers of this model keep a state for each sequence")
     for layer in dict.fromkeys(spec.layers):
         _check_layer(layer, size, given)
     if size > spec.vocab_size:

@@ -20,7 +20,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
-from gptmanager.kernels.recurrent.delta_ops import DeltaOps
+from gptmanager.kernels.recurrent.recurrent_ops import RecurrentOps
 
 # by model: its hidden size, and the shape of its layers
 MODELS = {
@@ -31,7 +31,7 @@ CASES = [(1, 512), (1, 1), (16, 1), (64, 1)]  # requests, tokens of each
 SECONDS = 1.5
 
 
-class Formula(DeltaOps):
+class Formula(RecurrentOps):
     """The ops in torch."""
 
     deterministic = False
@@ -71,7 +71,7 @@ class Case:
     def formula(self) -> Tensor:
         return self._computed(Formula())
 
-    def _computed(self, ops: DeltaOps) -> Tensor:
+    def _computed(self, ops: RecurrentOps) -> Tensor:
         given = (self.projected, self.gates.clone(), self.shape, self.tensors, 1e-6, self.state)
         return ops.gated_delta(*given, self.rows)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from gptmanager.kernels.experts import routing_loops
 from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
 from gptmanager.kernels.experts.routing import Routing, choose_experts
 from gptmanager.kernels.gemm.packed_matrix import Quantized
-from gptmanager.kernels.recurrent import delta_loops
+from gptmanager.kernels.recurrent import convolution_loops, delta_loops
 
 HIDDEN, WIDTH, COUNT = 128, 96, 16
 ROUTING = Routing(4, renormalize=True)
@@ -36,21 +38,22 @@ def experts_of(
 
 
 @pytest.mark.parametrize(
-    ("has_states", "has_experts", "names"),
+    ("recurrent", "has_experts", "names"),
     [
-        (False, False, set()),
-        (True, False, {it.__name__ for it in delta_loops.BODIES}),
-        (False, True, {"multiply_group", *(it.__name__ for it in routing_loops.BODIES)}),
+        ((), False, set()),
+        ({"delta"}, False, {it.__name__ for it in delta_loops.BODIES}),
+        ({"short"}, False, {it.__name__ for it in convolution_loops.BODIES}),
+        ((), True, {"multiply_group", *(it.__name__ for it in routing_loops.BODIES)}),
     ],
 )
 def test_what_layers_need_is_compiled_before_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, has_states: bool, has_experts: bool, names: set[str]
+    monkeypatch: pytest.MonkeyPatch, recurrent: Collection[str], has_experts: bool, names: set[str]
 ) -> None:
     compiled: list[set[str]] = []
     monkeypatch.setattr(
         cpu_experts, "compile_all", lambda bodies: compiled.append({it.__name__ for it in bodies})
     )
-    CpuKernels().warm_up_layers(has_states, has_experts)
+    CpuKernels().warm_up_layers(recurrent, has_experts)
     assert compiled == [names]
 
 

@@ -242,6 +242,8 @@ def test_absent_fields_have_the_defaults_of_transformers(name: str) -> None:
     further: dict[str, Any] = {}
     if name == "granitemoehybrid":  # its default layers are Mamba's, with experts
         further = {"layer_types": ["attention"] * full["num_hidden_layers"], "num_local_experts": 0}
+    if name == "lfm2_moe":
+        further = {"layer_types": ["full_attention"] * full["num_hidden_layers"]}
     if name == "deepseek_v2":  # it has no default
         further = {"num_experts_per_tok": 6}
     legacy = ("n_embd", "n_layer", "n_head", "n_inner", "ffn_dim")

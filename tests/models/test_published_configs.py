@@ -23,6 +23,9 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
     ("vaultgemma", {"attention_bias": False, "dtype": "float32"}),
     ("youtu", {"mlp_bias": False, "head_dim": 8, "qk_head_dim": 20}),
     ("gemma", {"hidden_act": "gelu", "hidden_activation": None}),
+    ("lfm2", {"block_dim": 64, "conv_dim": 64, "conv_dim_out": 64, "num_heads": 4}),
+    ("lfm2", {"block_norm_eps": 1e-5, "block_use_swiglu": True, "use_pos_enc": True, "theta": 1e6}),
+    ("lfm2", {"block_mlp_init_scale": 1.0, "block_use_xavier_init": True, "full_attn_idxs": [2]}),
     ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
     ("gpt2", {"n_special": 0, "predict_special_tokens": True, "n_ctx": 1024}),
     ("gpt_neox", {"custom_pipelines": {"text-generation": {"impl": "own.Pipeline"}}}),
@@ -51,6 +54,10 @@ def test_a_published_field_changes_nothing(name: str, fields: dict[str, Any]) ->
         ("exaone_moe", "is_moe_layer", [True, True, False, True]),
         ("glm4_moe_lite", "mlp_layer_types", ["dense", "sparse", "other", "dense"]),
         ("hunyuan_v1_moe", "moe_topk", [2, 2]),
+        ("lfm2", "conv_dim", 128),
+        ("lfm2", "use_pos_enc", False),
+        ("lfm2", "layer_types", ["conv"] * 4),
+        ("lfm2_moe", "layer_types", None),
         ("hunyuan_v1_moe", "num_shared_expert", [2, 2, 2, 2]),
     ],
 )
@@ -77,3 +84,27 @@ def test_dual_chunk_attention_is_normal_attention_in_the_first_chunk(name: str) 
         read_spec(given, max_seq_len=81)
     with pytest.raises(ConfigError, match="dual_chunk_attention_config = 3: must be an object"):
         read_spec({**config, "dual_chunk_attention_config": 3})
+
+
+@pytest.mark.parametrize(
+    ("fields", "width"),
+    [
+        ({}, 8192),  # LFM2-1.2B
+        ({"block_ff_dim": 6656, "hidden_size": 1024}, 4608),  # LFM2-350M
+        ({"block_ff_dim": 10752, "block_auto_adjust_ff_dim": False, "tie_embedding": False}, 10752),
+        ({"block_ffn_dim_multiplier": None, "block_multiple_of": 100}, 8192),
+        ({"block_ffn_dim_multiplier": 1.1, "block_multiple_of": 100}, 9100),
+    ],
+)
+def test_lfm2_computes_its_width_as_transformers(fields: dict[str, Any], width: int) -> None:
+    indices = [2, 5, 8, 10, 12, 14]
+    given = {
+        **{"model_type": "lfm2", "hidden_size": 2048, "num_attention_heads": 32},
+        **{"num_hidden_layers": 16, "vocab_size": 65536, "block_ff_dim": 12288},
+        **{"block_multiple_of": 256, "full_attn_idxs": indices, "tie_embedding": True, **fields},
+    }
+    spec = read_spec(given)
+    assert {layer.mlp.width for layer in spec.layers} == {width}
+    layers = enumerate(layer.attention for layer in spec.layers)
+    assert [index for index, own in layers if own.recurrent is None] == indices
+    assert spec.tied_embeddings is given["tie_embedding"] and len(spec.states) == 10

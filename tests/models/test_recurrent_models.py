@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_folders import merge, random_pair, save_adapter
 from checkpoints import PagedDriver, checkpoint, is_greedy, random_model
 from family_configs import FAMILY_CONFIGS
 from guided_requests import asked
@@ -31,6 +32,7 @@ from gptmanager import (
     ParallelConfig,
     PromptLookup,
 )
+from gptmanager.callbacks import load_peft_adapter
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups, round_to_int8
 from gptmanager.memory.weights import Weights
@@ -255,6 +257,24 @@ def test_sleep_and_new_weights(model: Any, folder: Path, greedy: Any) -> None:
         manager.resume_generation()
         last = host.final(next(numbers) - 1, 60)
         assert last.tensors["output_ids"].flatten().tolist() == greedy[0]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+@pytest.mark.every(2)
+def test_adapters_of_recurrent_layers(name: str, tmp_path: Path) -> None:
+    config = {"model_type": name, **FAMILY_CONFIGS[name], "tie_word_embeddings": False}
+    config, state = checkpoint(random_model(config))
+    given = load_model((config, state))
+    drawn = torch.Generator().manual_seed(1)
+    matrices = [key for key in state if ".layers." in key and state[key].ndim == 2]
+    names = {key: key.removesuffix(".weight") for key in matrices}
+    pairs = {names[key]: random_pair(state[key], 4, drawn, False) for key in matrices}
+    save_adapter(tmp_path, pairs, r=4, lora_alpha=8)
+    merged = merge(state, pairs, dict.fromkeys(pairs, 2.0), False)
+    weights, own = load_peft_adapter(tmp_path)
+    adapted = {"lora_task_id": 1, "lora_weights": weights, "lora_config": own}
+    found = tokens_of(given, requests_of(PROMPTS, **adapted))
+    assert found == outputs((config, merged), PROMPTS) != outputs(given, PROMPTS)
 
 
 CACHE = {"enable_block_reuse": None, "tokens_per_block": 8}

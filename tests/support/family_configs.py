@@ -71,6 +71,7 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
 }
+_SHORT = {**BASE, "layer_types": ["conv", "full_attention"] * 2}
 
 FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "llama": {**BASE, "attention_bias": True, "mlp_bias": True},
@@ -213,6 +214,8 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     },
     "qwen3_5_text": {**_LINEAR, "attention_bias": True},
     "qwen3_5_moe_text": {**_LINEAR, **_MOE, **_FOUR, "shared_expert_intermediate_size": 32},
+    "lfm2": {**_SHORT, "conv_bias": True, "block_multiple_of": 32},
+    "lfm2_moe": {**_SHORT, **_MOE, **_FOUR, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
 }
 # other properties of the same families
 VARIANTS: Mapping[str, dict[str, Any]] = {
@@ -267,6 +270,10 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "ernie4_5_moe biased": {
         **{**BASE, "moe_intermediate_size": 48, "moe_num_experts": 4, "moe_k": 2},
         **{"use_bias": True, "tie_word_embeddings": True},
+    },
+    "lfm2_moe plain": {
+        **{**_SHORT, **_MOE, **_FOUR, "num_dense_layers": 0, "use_expert_bias": False},
+        **{"norm_topk_prob": False, "conv_L_cache": 4, "tie_word_embeddings": True},
     },
     "smollm3 tied": {**BASE, "tie_word_embeddings": True},
 }

@@ -43,8 +43,9 @@ ODD_NUMBERS: list[Any] = [
 _COUNTS = {
     *("first_k_dense_replace", "num_kv_shared_layers", "hidden_size_per_layer_input"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    *("n_shared_experts", "moe_num_shared_experts", "shared_expert_intermediate_size"),
-    *("shared_intermediate_size", "moe_layer_start_index", "moe_layer_end_index"),
+    *("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_dense_layers"),
+    *("shared_expert_intermediate_size", "shared_intermediate_size"),
+    *("moe_layer_start_index", "moe_layer_end_index"),
     *("max_window_layers", "pad_token_id"),
 }
 _ZERO_FACTORS = {"mscale", "mscale_all_dim", "llama_4_scaling_beta"}
@@ -64,7 +65,7 @@ _OPTIONAL = {
     *("final_logit_softcapping", "attn_logit_softcapping", "word_embed_proj_dim", "q_lora_rank"),
     *("attention_chunk_size", "n_group", "topk_group", "routed_scaling_factor", "n_inner"),
     *("factor", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor"),
-    *("v_head_dim", "scale_depth", "dim_model_base"),
+    *("v_head_dim", "scale_depth", "dim_model_base", "block_ffn_dim_multiplier"),
     *_ZERO_FACTORS,
 }
 SENSIBLE: Mapping[str, set[str]] = {

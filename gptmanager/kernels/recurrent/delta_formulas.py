@@ -73,19 +73,6 @@ class DeltaState(NamedTuple):
     memory: Tensor
 
 
-def convolved(x: Tensor, past: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return SiLU of the causal convolution of `x [R, n, C]`, and the inputs for the next tokens.
-
-    `past` `[R, width - 1, C]` are the inputs before x.
-    """
-    num_tokens, width = x.shape[1], len(weight)
-    both = torch.cat((past, x), dim=1)
-    total = both[:, :num_tokens] * weight[0]
-    for number in range(1, width):
-        total = total + both[:, number : number + num_tokens] * weight[number]
-    return torch.nn.functional.silu(total), both[:, num_tokens:]
-
-
 def heads_of(x: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
     """Split convolved channels into queries, keys `[R, n, H, K]` and values `[R, n, H, V]`.
 

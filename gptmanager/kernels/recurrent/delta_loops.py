@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gptmanager.kernels.per_token_kernels import LOG2_E, MINUS_LOG2_E, ONE, ZERO, logistic
+from gptmanager.kernels.recurrent.convolution_loops import convolved, keep_inputs
 from gptmanager.kernels.recurrent.delta_formulas import L2_EPS
 from gptmanager.kernels.simd.dtypes import load_as, store_as
 from gptmanager.kernels.simd.lanes import (
@@ -109,18 +110,6 @@ def activate_gates(address: int) -> None:
 
 
 @loop
-def _input(t: Any, first: int, offset: int, slot: int, channel: int, count: int) -> Any:
-    """Load `count` channels of the input of the row's token `offset`.
-
-    Negative offsets are tokens of earlier steps, which `inputs` has.
-    """
-    if offset >= 0:
-        return load_as(t.dtype, t.projected, (first + offset) * t.stride + channel, count)
-    at = (slot * (t.width - 1) + t.width - 1 + offset) * t.channels + channel
-    return load_as(t.dtype, t.inputs, at, count)
-
-
-@loop
 def _place(t: Any, head: int) -> Any:
     """Return the first channel, the size and the scale of a head of queries, keys or values.
 
@@ -141,11 +130,7 @@ def _convolve_token(t: Any, first: int, offset: int, slot: int, head: int) -> No
     squares = splat(ZERO)
     for i in range(0, size, LANES):
         count = size - i
-        total = splat(ZERO)
-        for j in range(t.width):
-            weight = load_as(t.dtype, t.conv, j * t.channels + channel + i, count)
-            own = _input(t, first, offset + j - t.width + 1, slot, channel + i, count)
-            total = fma(weight, own, total)
+        total = convolved(t, first, offset, slot, channel + i, count, splat(ZERO))
         value = total * logistic(total)
         squares = fma(value, value, squares)
         store_part(t.mixed, to + i, value, count)
@@ -154,18 +139,6 @@ def _convolve_token(t: Any, first: int, offset: int, slot: int, head: int) -> No
         for i in range(0, size, LANES):
             value = load_part(t.mixed, to + i, size - i) * splat(by)
             store_part(t.mixed, to + i, value, size - i)
-
-
-@loop
-def _move_inputs(t: Any, first: int, count: int, slot: int, head: int) -> None:
-    """Store a head's last inputs in `inputs`, for the tokens after the row's `count` tokens."""
-    channel, size, _ = _place(t, head)
-    before = t.width - 1
-    for j in range(before):
-        at = (slot * before + j) * t.channels + channel
-        for i in range(0, size, LANES):
-            own = _input(t, first, count + j - before, slot, channel + i, size - i)
-            store_as(t.dtype, t.inputs, at + i, own, size - i)
 
 
 def convolve(address: int) -> None:
@@ -189,7 +162,8 @@ def convolve(address: int) -> None:
                 for head in heads:
                     _convolve_token(t, first, offset, slot, head)
             for head in heads:
-                _move_inputs(t, first, count, slot, head)
+                channel, size, _ = _place(t, head)
+                keep_inputs(t, first, count, slot, channel, size)
             item += len(heads)
         part = claim(address, NEXT_PART)
 

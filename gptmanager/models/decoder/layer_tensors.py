@@ -126,10 +126,10 @@ class DenseLayer(NamedTuple):
 class LayerTensors(NamedTuple):
     """The tensors of a layer. `number`: index of the layer among the layers of this rank.
 
-    `qkv` is None in a layer with latent or linear attention. `qkv_name` and `out_name`: see
-    `matrix_names`. `q_norm` and `k_norm` are applied together with RoPE, `head_norms` before RoPE.
-    `next_norm` is the attention norm of the next layer, or after the last layer the final norm. A
-    norm that the model does not have is None.
+    `qkv` is None in a layer with latent attention, and in a recurrent layer. `qkv_name` and
+    `out_name`: see `matrix_names`. `q_norm` and `k_norm` are applied together with RoPE,
+    `head_norms` before RoPE. `next_norm` is the attention norm of the next layer, or after the last
+    layer the final norm. A norm that the model does not have is None.
     """
 
     number: int
@@ -163,8 +163,8 @@ def layer_tensors(
     following = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
     names = matrix_names(spec, index)
     q_norm = k_norm = None
-    is_linear = own.delta is not None
-    if not is_linear and spec.norms.query_key in ("head", "rotated_head"):
+    is_recurrent = own.recurrent is not None
+    if not is_recurrent and spec.norms.query_key in ("head", "rotated_head"):
         q_norm = weights.tensor(f"{prefix}.q_norm.weight")
         if own.kv_layer is None:
             k_norm = weights.tensor(f"{prefix}.k_norm.weight")
@@ -178,7 +178,7 @@ def layer_tensors(
         number=index - spec.first_layer,
         pages=_pages(spec, weights, index),
         attention_norm=norm(f"{prefix}.attention_norm"),
-        qkv=affine(weights, f"{prefix}.qkv") if own.latent is None and not is_linear else None,
+        qkv=affine(weights, f"{prefix}.qkv") if own.latent is None and not is_recurrent else None,
         qkv_name=names.get("qkv", ""),
         q_norm=q_norm,
         k_norm=k_norm,
@@ -187,8 +187,8 @@ def layer_tensors(
         temperature=own.temperature,
         attention=spec.attention_shape(index),
         sinks=weights.tensor(f"{prefix}.sinks") if own.sinks else None,
-        out=affine(weights, f"{prefix}.{'delta_out' if is_linear else 'out'}"),
-        out_name=names["delta_out" if is_linear else "out"],
+        out=affine(weights, f"{prefix}.{own.out_name}"),
+        out_name=names[own.out_name],
         attention_out_norm=norm(f"{prefix}.attention_out_norm"),
         mlp_norm=norm(f"{prefix}.mlp_norm"),
         mlp=_mlp(spec, weights, index),
@@ -224,7 +224,7 @@ def _bias(weights: Weights, module: str) -> Tensor | None:
 
 def _pages(spec: ModelSpec, weights: Weights, index: int) -> LayerPages:
     own, scales = spec.layers[index].attention, None
-    if spec.kv_cache_dtype is torch.float8_e4m3fn and own.delta is None:
+    if spec.kv_cache_dtype is torch.float8_e4m3fn and own.recurrent is None:
         source = index if own.kv_layer is None else own.kv_layer
         scales = weights.tensor(f"layers.{source}.cache_scales").view(2, own.num_kv_heads)
     return LayerPages(

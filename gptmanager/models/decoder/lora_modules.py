@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.models.families.places import row_orders
 from gptmanager.models.parameters import matrix_names
 from gptmanager.models.spec import ModelSpec
@@ -32,7 +31,8 @@ def lora_modules(spec: ModelSpec) -> dict[int, LoraModule]:
     and mlp_gate is the other half. Otherwise mlp_h_to_4h is the whole matrix up, and mlp_gate does
     not exist. In a layer with experts, the mlp modules are parts of the shared MLP. In a layer with
     linear attention, linear_attn_z has the gates of the output. If the checkpoint joins these gates
-    with queries, keys and values, attn_qkv includes the gates, and linear_attn_z does not exist.
+    with queries, keys and values, attn_qkv includes the gates, and linear_attn_z does not exist. In
+    a layer with a short convolution, attn_qkv is the projection of the layer's input.
     """
     layers: dict[int, dict[LoraVariant, list[int]]] = {}
     for index in range(len(spec.layers)):
@@ -67,8 +67,8 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
     ) -> tuple[str, LoraVariant]:
         return name, LoraVariant(names[matrix], first, count, width, orders.get(name, ()), ())
 
-    if own.delta is not None:
-        for name, matrix, rows in _of_delta(own.delta, is_joined=bool(orders)):
+    if own.recurrent is not None:
+        for name, matrix, rows in own.recurrent.modules(is_joined=bool(orders)):
             yield module(name, matrix, rows.start, len(rows), hidden)
     elif own.latent is None:
         keys = own.own_kv_heads * own.head_dim
@@ -80,8 +80,7 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
             yield module("attn_k", "qkv", queries, keys, hidden)
         if keys and not own.keys_as_values:
             yield module("attn_v", "qkv", queries + keys, keys, hidden)
-    out = "out" if own.delta is None else "delta_out"
-    yield module("attn_dense", out, 0, hidden, own.out_width)
+    yield module("attn_dense", own.out_name, 0, hidden, own.out_width)
     width, up, down = mlp.width, "up", "down"
     if mlp.experts is not None:
         width, up, down = mlp.experts.shared_width, "shared_up", "shared_down"
@@ -91,22 +90,6 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
     yield module("mlp_4h_to_h", down, 0, hidden, width)
     if mlp.gated:
         yield module("mlp_gate", up, width, width, hidden)
-
-
-def _of_delta(own: DeltaShape, is_joined: bool) -> Iterator[tuple[str, str, range]]:
-    """Yield the modules of linear attention as (name, matrix, output columns).
-
-    `is_joined`: in the checkpoint, the matrix delta_in is one module, and delta_gates is another.
-    """
-    heads, channels = own.value_heads, own.channels
-    everything = range(channels + own.values)
-    yield "attn_qkv", "delta_in", everything if is_joined else everything[:channels]
-    if is_joined:
-        yield "linear_attn_ba", "delta_gates", range(2 * heads)
-        return
-    yield "linear_attn_z", "delta_in", everything[channels:]
-    yield "linear_attn_b", "delta_gates", range(heads)
-    yield "linear_attn_a", "delta_gates", range(heads, 2 * heads)
 
 
 def _joined(found: dict[LoraVariant, list[int]], num_layers: int) -> LoraModule:

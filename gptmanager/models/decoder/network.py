@@ -37,8 +37,8 @@ from gptmanager.models.decoder.layer_tensors import (
     Norm,
     layer_tensors,
 )
-from gptmanager.models.decoder.linear_attention import delta_layer
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
+from gptmanager.models.decoder.recurrent_layer import recurrent_layer
 from gptmanager.models.decoder.split_norms import norm_over_ranks
 from gptmanager.models.decoder.token_inputs import TokenInputTensors, of_sampled
 from gptmanager.models.spec import ModelSpec
@@ -78,12 +78,13 @@ class CheckpointModel:
         self._layers = [layer_tensors(spec, weights, index, device) for index in own]
         self._latents = [latent_tensors(spec, weights, index) for index in own]
         self._gate_widths = [spec.layers[index].attention.gate_width for index in own]
-        self._deltas = [delta_layer(spec, weights, index) for index in own]
-        shapes = (it.attention for it in self._layers if not self._deltas[it.number])
+        self._recurrent = [recurrent_layer(spec, weights, index) for index in own]
+        shapes = (it.attention for it in self._layers if not self._recurrent[it.number])
         self.attention_shapes = tuple(dict.fromkeys(shapes))
         self._has_experts = any(isinstance(layer.mlp, ExpertLayer) for layer in self._layers)
         if spec.dtype is not torch.float64:
-            kernels.warm_up_layers(any(self._deltas), self._has_experts)
+            kinds = {it.kind.name for it in self._recurrent if it is not None}
+            kernels.warm_up_layers(kinds, self._has_experts)
         self._tokens, self._widths = vocabulary_shares(spec, layout)
         self._embedding = weights["embedding.weight"] if layout.is_first_stage else None
         head = "embedding.weight" if spec.tied_embeddings else "lm_head.weight"
@@ -127,8 +128,8 @@ class CheckpointModel:
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: int = 0
     ) -> tuple[Ints, ...]:
         waits = self._has_experts and not self._kernels.plans_experts
-        deltas = (it.shape for it in self._deltas if it is not None)
-        if waits or (fixed and not all(map(self._kernels.captures_delta, deltas))):
+        kinds = (it.kind for it in self._recurrent if it is not None)
+        if waits or (fixed and not all(it.is_captured(self._kernels) for it in kinds)):
             return ()  # ops wait for the device, so the step cannot be captured
         return self._kernels.plan(
             self.attention_shapes, row_starts, kv_lengths, num_context_rows, fixed
@@ -268,12 +269,10 @@ class CheckpointModel:
         adapters: StepAdapters | None,
     ) -> Tensor:
         """Run attention on the normalized residual; return the input of the output projection."""
-        norms, delta, gates = self.spec.norms, self._deltas[layer.number], None
-        if delta is not None:
-            projected, own_gates = (
-                self._project(hidden, it, layer, n, adapters) for it, n in delta.matrices
-            )
-            return delta.attend(self._kernels, projected, own_gates, kv_pool, rows)
+        norms, recurrent, gates = self.spec.norms, self._recurrent[layer.number], None
+        if recurrent is not None:
+            own = [self._project(hidden, it, layer, n, adapters) for it, n in recurrent.matrices]
+            return recurrent.attend(self._kernels, own, kv_pool, rows)
         pages = layer.pages.of(kv_pool)
         cos_sin = self._rotary.by_rope.get(layer.rope)
         latent = self._latents[layer.number]

@@ -89,6 +89,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
 # Ignored: fields of training, generation, bookkeeping, task heads, and the order of arithmetic.
 _IGNORED = re.compile(
     r"_.*|.*(dropout|drop_rate|layerdrop|pdrop|dropout_p|jitter_noise)|.*(initializer|init_std).*"
+    r"|.*(_init_scale|xavier_init)"
     r"|.*_token_id|.*_token_ids|.*_token_index|.*loss.*|aux_.*|summary_.*|output_.*|transformers.*"
     r"|unsloth.*|use_cache|use_flash_attn|use_return_dict|return_dict.*|auto_map|architectures"
     r"|torch_dtype|dtype|model_type|model_name|name_or_path|name|id2label|label2id|num_labels"

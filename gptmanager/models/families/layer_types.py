@@ -1,4 +1,4 @@
-"""The layers with a window, RoPE, or linear attention, read from the fields of a config."""
+"""The layers with a window, RoPE, or a state, read from the fields of a config."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gptmanager.errors import ConfigError
 from gptmanager.models.fields import Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-LINEAR = "linear_attention"
+LINEAR, CONVOLUTION = "linear_attention", "conv"
 _PATTERN = "sliding_window_pattern"
-Concerned = Literal["none", "all", "some", "pattern", "chunks", "linear"] | int
+Concerned = Literal["none", "all", "some", "pattern", "chunks", "linear", "conv"] | int
 
 
 def read_windows(
@@ -24,8 +24,9 @@ def read_windows(
     """
     if concerned == "chunks":
         return _in_chunks(fields, num_layers, max_seq_len)
-    if concerned == "linear":
-        return (None,) * num_layers, _linear_types(fields, num_layers)
+    if concerned in ("linear", "conv"):
+        read = _linear_types if concerned == "linear" else _convolution_types
+        return (None,) * num_layers, read(fields, num_layers)
     if isinstance(concerned, int) or concerned == "pattern":
         return _by_type(fields, concerned, num_layers, max_seq_len)
     window, is_optional = None, concerned == "some" or fields.has_default("use_sliding_window")
@@ -155,7 +156,29 @@ def _linear_types(fields: Fields, num_layers: int) -> list[str]:
     interval = fields.size("full_attention_interval")
     if fields.get("layer_types") is None:
         return [LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
-    types = _checked(fields, num_layers, [FULL, LINEAR])
+    return _partly_full(fields, num_layers, LINEAR)
+
+
+def _convolution_types(fields: Fields, num_layers: int) -> list[str]:
+    """Return the type of each layer, from `layer_types` or `full_attn_idxs`.
+
+    With neither, all layers have full attention, unless the family needs `layer_types`.
+    """
+    has_indices = fields.has_default("full_attn_idxs")
+    if fields.get("layer_types") is not None or not has_indices:
+        fields.note_read("full_attn_idxs")
+        return _partly_full(fields, num_layers, CONVOLUTION)
+    full = fields.layers("full_attn_idxs")
+    if fields.get("full_attn_idxs") is None:
+        return [FULL] * num_layers
+    if not full & {*range(num_layers)}:
+        raise fields.error("full_attn_idxs", "must list at least one layer")
+    return [FULL if layer in full else CONVOLUTION for layer in range(num_layers)]
+
+
+def _partly_full(fields: Fields, num_layers: int, other: str) -> list[str]:
+    """Return the field `layer_types`, which must have full attention for at least one layer."""
+    types = _checked(fields, num_layers, [FULL, other])
     if FULL not in types:
         raise fields.error("layer_types", f"must have {FULL!r} for at least one layer")
     return types

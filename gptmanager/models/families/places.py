@@ -20,6 +20,7 @@ from gptmanager.models.families.family import Family
 from gptmanager.models.families.names import Tensors
 from gptmanager.models.families.table import FAMILIES
 from gptmanager.models.parameters import Shape, parameter_shapes
+from gptmanager.models.recurrent.delta_rule import DeltaRule
 from gptmanager.models.rope_scaling import Rope
 from gptmanager.models.spec import Attention, Latent, Layer, ModelSpec
 
@@ -102,11 +103,11 @@ def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
     if "by_head" in parts:
         return {"attn_qkv": _order(fused_by_head(own))}
     rope, keys = _interleaved_rope(spec), own.own_kv_heads * own.head_dim
-    if own.delta is not None:
+    if isinstance(own.recurrent, DeltaRule):
         is_joined = ("delta_in", "by_key") in family.tensors.values()
         runs = {
-            "attn_qkv": delta_runs(own.delta, True),
-            "linear_attn_ba": delta_runs(own.delta, False),
+            "attn_qkv": delta_runs(own.recurrent.shape, True),
+            "linear_attn_ba": delta_runs(own.recurrent.shape, False),
         }
         return {name: _order(it) for name, it in runs.items()} if is_joined else {}
     if own.gated and "gated_q" in parts:
@@ -168,7 +169,7 @@ def _in_layer(
         yield theirs, stacked_heads(layer.attention, part == "stacked_keys", parameter)
     elif part == "by_head":
         yield theirs, Place(parameter, runs=fused_by_head(layer.attention), transposed=transposed)
-    elif ours := _delta_place(layer.attention, part, parameter):
+    elif ours := _recurrent_place(layer.attention, part, parameter, is_matrix):
         yield theirs, ours
     elif part == "gated_q":
         yield theirs, Place(parameter, runs=gated_runs(layer.attention))
@@ -276,13 +277,15 @@ def _fused_in_order(spec: ModelSpec, own: Attention) -> tuple[Run, ...]:
     return (*queries, *moved, Run(range(values, end), values))
 
 
-def _delta_place(own: Attention, part: str | None, parameter: str) -> Place | None:
-    """Return the place of a tensor of linear attention; None for other tensors."""
-    delta = own.delta
-    if delta is None or ".delta_" not in parameter or part is None:
-        return None
-    if part == "channels":  # [channel, 1, token] becomes [token, channel]
+def _recurrent_place(
+    own: Attention, part: str | None, parameter: str, is_matrix: bool
+) -> Place | None:
+    """Return the place of a convolution, or a projection of linear attention; None for others."""
+    if part == "channels" and is_matrix:  # [channel, 1, token] becomes [token, channel]
         return Place(parameter, transposed=True, squeezed=True)
+    if not isinstance(own.recurrent, DeltaRule) or ".delta_" not in parameter or part is None:
+        return None
+    delta = own.recurrent.shape
     if part == "by_key":
         return Place(parameter, runs=delta_runs(delta, "delta_in" in parameter))
     first = {"gate": delta.channels, "steps": delta.value_heads}.get(part, 0)

@@ -163,7 +163,7 @@ def experts_of(
     per_token: str = "num_experts_per_tok",
     score: Score = "softmax",
     renormalize: bool | str = "norm_topk_prob",
-    correction: bool = False,
+    correction: bool | str = False,
     group_score: Literal["two_best", "best"] = "two_best",
     shared: str | None = None,
     num_shared: str | None = None,
@@ -176,11 +176,11 @@ def experts_of(
 
     The reader returns None if the config has no experts, or if `is_dense` is true for the layer.
     Names of config fields are `count`, `width`, `per_token`, `shared` (width of the shared MLP),
-    `num_shared` (number of shared experts, each as wide as an expert), and a str `renormalize`.
+    `num_shared` (number of shared experts, each as wide as an expert), and any other str.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
-        own = width, per_token, shared, num_shared, renormalize, *_further(fields)
+        own = width, per_token, shared, num_shared, renormalize, correction, *_further(fields)
         fields.note_read(*(it for it in own if isinstance(it, str)))
         number = 0 if fields.get(count) is None else fields.count(count)
         if is_dense(fields, layer) or not number:  # `is_dense` first, as it marks fields as read
@@ -207,7 +207,7 @@ def experts_of(
         experts = Experts(
             number,
             routing,
-            correction=correction,
+            correction=fields.decided(correction),
             shared_width=shared_width,
             shared_gate=shared_gate,
             router_bias=router_bias,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gptmanager.models.families.family import Family
+from gptmanager.models.families.kinds.convolutions import CONVOLUTIONS
 from gptmanager.models.families.kinds.corrected_mixtures import CORRECTED_MIXTURES
 from gptmanager.models.families.kinds.gemmas import GEMMAS
 from gptmanager.models.families.kinds.latents import LATENTS
@@ -21,4 +22,5 @@ FAMILIES: Mapping[str, Family] = {
     **CORRECTED_MIXTURES,
     **LATENTS,
     **LINEARS,
+    **CONVOLUTIONS,
 }

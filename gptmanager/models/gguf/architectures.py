@@ -27,6 +27,7 @@ from gptmanager.models.gguf.architecture import (
     WINDOWS,
     Architecture,
 )
+from gptmanager.models.gguf.convolutions import CONVOLUTIONS
 from gptmanager.models.gguf.further_fields import gemma4_fields, ministral_rope
 from gptmanager.models.gguf.linears import LINEARS
 from gptmanager.models.gguf.mixtures import DEEPSEEK_V3, GRANITE_SHARED, MIXTRAL, MIXTURES
@@ -272,6 +273,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ignored=frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"}),
     ),
     **LINEARS,
+    **CONVOLUTIONS,
     **MIXTURES,
     "qwen3vlmoe": replace(MIXTURES["qwen3moe"], ignored=_OF_MEDIA),
 }

@@ -23,13 +23,14 @@ from gptmanager.models.gguf.header import Header, StoredTensor
 from gptmanager.models.gguf.row_orders import Order, ValueHeads, pairs_to_halves
 
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
-_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?")
+_IN_LAYER = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(weight|bias))?")
 _PLUS_ONE = re.compile(r"(?!ssm_)\w+_norm")
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)")
 # tensors that are left out, because `config_of` reads them as fields of the RoPE scaling
 _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 # a tensor with the matrices of two modules, one below the other
 _JOINED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+_CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
 _SCALE = ".scale"  # ends the name of a tensor with scales of the matrices ".weight"
 _TEMPORARIES = 4  # memory needed to unpack, in multiples of the result's size
 _FLOAT_BYTES = 4
@@ -200,7 +201,7 @@ class GgufTensors:
             shape = (1, *shape)
         is_matrix = len(shape) == 2
         transposed = own.transposed and is_matrix and bool(layer)
-        if module == "ssm_conv1d" and is_matrix:
+        if module in _CONVOLUTIONS and is_matrix:
             shape = (shape[0], 1, shape[1])
         in_rows, in_columns = self._orders(name, module, stored)
         named = _Named(

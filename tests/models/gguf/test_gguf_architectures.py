@@ -146,13 +146,17 @@ def test_an_interval_says_which_layers_have_linear_attention() -> None:
         ("ssm.inner_size", 2**40 + 1, "must be a multiple of qwen35.ssm.time_step_rank"),
         ("ssm.state_size", 2**31, "has shape"),
         ("attention.recurrent_layers", 1, "must be an array of booleans"),
+        ("attention.head_count_kv", 1, "must be an array of 3 numbers"),
+        ("attention.head_count_kv", np.array([0, 1, 2]), "must have the same number for all"),
+        ("shortconv.l_cache", 0, "conv_L_cache = 0: must be a positive integer"),
     ],
 )
-def test_heads_of_linear_attention_are_checked(
-    key: str, value: int, text: str, monkeypatch: pytest.MonkeyPatch
+def test_sizes_of_recurrent_layers_are_checked(
+    key: str, value: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    header = read_header(FOLDER / "qwen35.gguf")
-    changed = header._replace(metadata={**header.metadata, f"qwen35.{key}": value})
+    name = "lfm2" if key.startswith(("shortconv", "attention.head")) else "qwen35"
+    header = read_header(FOLDER / f"{name}.gguf")
+    changed = header._replace(metadata={**header.metadata, f"{name}.{key}": value})
     monkeypatch.setattr("gptmanager.models.gguf.checkpoint.read_model", lambda _: changed)
     with pytest.raises(ConfigError, match=text):
         load_model(header.path)

@@ -22,6 +22,7 @@ from gptmanager.models.families.names import (
 )
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import Fields
+from gptmanager.models.recurrent.delta_rule import DeltaRule
 from gptmanager.models.spec import Norms
 
 _STATE = {
@@ -46,7 +47,7 @@ _PREDICTORS = re.compile(rf"{ROTARY_BUFFERS.pattern}|^mtp\.")
 def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     """Return further fields of a layer's `Attention`.
 
-    A layer with linear attention has the shape `delta` and no RoPE. A layer with full attention is
+    A layer with linear attention is recurrent and has no RoPE. A layer with full attention is
     `gated`. Raise ConfigError for activations that linear attention does not support.
     """
     delta = DeltaShape(
@@ -62,7 +63,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     is_linear = fields.layer_type(layer) == LINEAR
     if is_linear and fields.get("hidden_act") not in ("silu", "swish"):
         raise fields.error("hidden_act", "must be 'silu' with linear attention, which applies it")
-    return {"rope": None, "delta": delta} if is_linear else {"gated": True}
+    return {"rope": None, "recurrent": DeltaRule(delta)} if is_linear else {"gated": True}
 
 
 _DENSE = replace(

@@ -1,24 +1,62 @@
-"""`CpuDelta`: the gated delta rule (linear attention with a state) on the CPU, compiled.
+"""`CpuRecurrent`: recurrent layers on the CPU, compiled.
 
-The state of each head is float32. Inputs of float64 use the reference implementation.
+Memories of heads are float32. Inputs of float64 use the reference implementation.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.cpu_matmuls import CpuMatmuls
-from gptmanager.kernels.recurrent import delta_loops
+from gptmanager.kernels.recurrent import convolution_loops, delta_loops
+from gptmanager.kernels.recurrent.convolution import Filter
+from gptmanager.kernels.recurrent.convolution_loops import ConvolutionTask
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 from gptmanager.kernels.recurrent.delta_loops import DeltaTask, scratch_bytes
 from gptmanager.kernels.simd.dtypes import DTYPES
+from gptmanager.kernels.simd.machine_code import Body
 from gptmanager.kernels.simd.threads import address_of
 
+# kind of recurrent layer -> what it needs
+RECURRENT_BODIES: Mapping[str, tuple[Body, ...]] = {
+    "delta": delta_loops.BODIES,
+    "short": convolution_loops.BODIES,
+}
 
-class CpuDelta(CpuMatmuls):
-    """The part of `CpuKernels` that computes the gated delta rule."""
+
+class CpuRecurrent(CpuMatmuls):
+    """The recurrent layers of `CpuKernels`."""
+
+    def short_convolution(
+        self, projected: Tensor, own: Filter, inputs: Tensor, rows: RowSpans
+    ) -> Tensor:
+        dtype, (width, channels) = projected.dtype, own.weight.shape
+        if dtype not in DTYPES:
+            return super().short_convolution(projected, own, inputs, rows)
+        result = torch.empty(len(projected), channels, dtype=dtype)
+        start, part = address_of(projected, dtype), channels * projected.itemsize
+        task = ConvolutionTask(
+            before=start,
+            after=start + part,
+            projected=start + 2 * part,
+            conv=address_of(own.weight, dtype),
+            bias=address_of(own.bias, dtype),
+            inputs=address_of(inputs, dtype),
+            result=result.data_ptr(),
+            row_starts=address_of(rows.row_starts, torch.int32),
+            slots=address_of(rows.slots, torch.int32),
+            num_rows=len(rows.slots),
+            stride=3 * channels,
+            channels=channels,
+            width=width,
+            dtype=DTYPES[dtype],
+        )
+        self._run(convolution_loops.convolve_gated, task, width * result.numel())
+        return result
 
     def gated_delta(
         self,

@@ -1,4 +1,4 @@
-"""`DeltaOps`: the ops of layers with a gated delta rule in torch, which all kernels inherit."""
+"""`RecurrentOps`: the ops of recurrent layers in torch, which all kernels inherit."""
 
 # mypy: allow-untyped-calls
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.attention.paged_formulas import widened
+from gptmanager.kernels.recurrent.convolution import Filter, convolve
 from gptmanager.kernels.recurrent.delta_formulas import (
     DeltaShape,
     DeltaState,
     DeltaTensors,
-    convolved,
     heads_of,
     in_chunks,
     step_by_step,
 )
 
 
-class DeltaOps:
-    """The ops of layers with a gated delta rule. `deterministic` is as in `Kernels`."""
+class RecurrentOps:
+    """The ops of recurrent layers. `deterministic` is as in `Kernels`."""
 
     deterministic: bool
 
@@ -58,31 +58,41 @@ class DeltaOps:
         the rows' slots.
         """
         result = projected.new_empty(len(projected), shape.values)
-        wide, weight = widened(projected), widened(tensors.conv)
+        wide = widened(projected)
         rates, steps = widened(gates).to(wide).chunk(2, dim=-1)
         rates = self.elementwise(torch.sigmoid, rates)
         arguments = steps + widened(tensors.step)
         decays = -widened(tensors.decay).exp() * self.elementwise(F.softplus, arguments)
+        channels, output_gates = wide.split((shape.channels, shape.values), dim=-1)
+        mixed = convolve(channels, Filter(tensors.conv), state.inputs, rows)
+        mixed = self.elementwise(F.silu, mixed)
         for tokens, slots in self._spans(rows):
-            count = (len(slots), -1)
-            channels, own_gates = wide[tokens].split((shape.channels, shape.values), dim=-1)
-            past, memory = widened(state.inputs[slots]), state.memory[slots].to(wide)
-            x, past = convolved(channels.unflatten(0, count), past, weight)
-            q, k, v = heads_of(x, shape)
-            advance = step_by_step if self.deterministic or x.shape[1] == 1 else in_chunks
+            count, memory = (len(slots), -1), state.memory[slots].to(wide)
+            q, k, v = heads_of(mixed[tokens].unflatten(0, count), shape)
+            advance = step_by_step if self.deterministic or q.shape[1] == 1 else in_chunks
             decay, rate = decays[tokens], rates[tokens]
             read, memory = advance(
                 q, k, v, decay.unflatten(0, count), rate.unflatten(0, count), memory
             )
-            state.inputs[slots], state.memory[slots] = (
-                past.to(state.inputs),
-                memory.to(state.memory),
-            )
+            state.memory[slots] = memory.to(state.memory)
             mean = read.square().mean(-1, keepdim=True)
             normed = read * torch.rsqrt(mean + eps) * widened(tensors.norm)
-            gated = normed.flatten(0, 1).flatten(1) * F.silu(own_gates)
+            gated = normed.flatten(0, 1).flatten(1) * F.silu(output_gates[tokens])
             result[tokens] = gated.to(result.dtype)
         return result
+
+    def short_convolution(
+        self, projected: Tensor, own: Filter, inputs: Tensor, rows: RowSpans
+    ) -> Tensor:
+        """Return the output `[T, C]` of a gated convolution, and update its `inputs`.
+
+        `projected` `[T, 3 * C]` has factors of the convolution's input, factors of its result, and
+        the input. Inputs are rounded to the dtype after they are multiplied. `convolve` explains
+        `inputs`. CUDA graphs can contain this op.
+        """
+        before, after, x = widened(projected).chunk(3, dim=-1)
+        x = widened((before * x).to(projected.dtype))
+        return (convolve(x, own, inputs, rows) * after).to(projected.dtype)
 
     def _spans(self, rows: RowSpans) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """Yield the tokens and the slots of rows that run together.
