@@ -382,6 +382,9 @@ def test_a_request_that_may_pass_its_window_neither_reuses_nor_is_reused():
     assert kv.audit().cached == 3
     long = LlmRequest(3, tokens(35), 6)
     assert kv.get_reusable_tokens(long) == 0
+    short = LlmRequest(4, tokens(35, 100), 5)
+    block = kv.find_new_context_block(short)
+    assert block is not None and kv.find_new_context_blocks([long, short]) == [None, block]
     kv.add_sequence(long)
     assert kv.num_cached_tokens(3) == 0
     kv.check()

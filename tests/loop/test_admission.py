@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gptmanager.callbacks import BannedTokens
+from gptmanager.config import PromptLookup
 from gptmanager.decoding.sampling.random_numbers import derive_seed
 from gptmanager.errors import CapacityError, InvalidRequestError, RequestError
 from gptmanager.loop.admission import admit
@@ -229,6 +230,11 @@ def test_neutral_values_of_what_has_not_landed_are_taken():
 )
 def test_drafts_are_cut_to_the_tokens_before_the_last(length, kept):
     admitted = accept(draft_input_ids=[1, 2, 3, 4], request_output_len=length)
+    assert (admitted.drafts.tokens, admitted.num_draft_tokens) == (kept, len(kept))
+    repeats = request(input_ids=[9, 1, 2, 3, 4, 9], request_output_len=length)
+    lookup = dataclasses.replace(LIMITS, lookup=PromptLookup(min_ngram=1))
+    admitted = admit(repeats, lookup, now=0.0)
+    admitted.propose_drafts()
     assert (admitted.drafts.tokens, admitted.num_draft_tokens) == (kept, len(kept))
 
 

@@ -163,7 +163,7 @@ def test_what_can_never_be_on_the_device_is_refused():
     with pytest.raises(AdapterError, match="takes 5 pages of 64, and the host cache has 4"):
         it.put(1, 7, "a", rows(5))
     with pytest.raises(AdapterError, match="adapter_size 9, expected at most max_adapter_size = 8"):
-        it.put(1, 7, "a", rows(1, rank=9))
+        it.put(1, 7, "a", rows(1) + rows(1, rank=9))
     assert it.counts().host_used_pages == 0 and 7 not in it
 
 
