@@ -311,12 +311,14 @@ models/                       decoder networks, and the table of families
             llamas            families close to Llama
             gemmas            families of Gemma
             layer_norms       families with LayerNorms
+            gpts              GPT-J, StarCoder 1 and Falcon
             llama4            the family of Llama 4
             mixtures          families with mixtures of experts
             corrected_mixtures  mixtures with a learned correction of scores
             linears           families with linear attention: Qwen3-Next, Qwen3.5
             convolutions      families with short convolutions: LFM2
             latents           families with latents: DeepSeek V2, V3
+            own_code          families that are published with code of their own
         table                 FAMILIES: all of them, by model_type
         wrappers              text models inside of multimodal checkpoints
         config_fields         fields of a config that do not matter, or that are refused

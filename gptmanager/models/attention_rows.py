@@ -10,14 +10,16 @@ from gptmanager.models.spec import Attention
 
 
 def fused_by_head(own: Attention) -> tuple[Run, ...]:
-    """Return the runs of a matrix in which each head has its query, its key and its value."""
-    dim, heads = own.head_dim, own.num_heads
-    return tuple(
-        Run(range(start, start + dim), (part * heads + head) * dim)
-        for head in range(heads)
-        for part in range(3)
-        for start in [(3 * head + part) * dim]
-    )
+    """Return the runs of a matrix in which each KV head has its queries, its key and its value."""
+    dim, heads, kv_heads = own.head_dim, own.num_heads, own.num_kv_heads
+    queries = heads // kv_heads * dim  # rows of the queries of one KV head
+    runs, start = [], 0
+    for head in range(kv_heads):
+        parts = (queries, head * queries), (dim, (heads + head) * dim)
+        for size, row in (*parts, (dim, (heads + kv_heads + head) * dim)):
+            runs.append(Run(range(start, start + size), row))
+            start += size
+    return tuple(runs)
 
 
 def gated_runs(own: Attention) -> tuple[Run, ...]:

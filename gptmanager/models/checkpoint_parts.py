@@ -16,6 +16,7 @@ from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.tensor_sources import TensorSource
 from gptmanager.memory.untrusted_files import read_object
 from gptmanager.models.converted_tensors import ConvertedTensors, is_own_layout
+from gptmanager.models.families.wrappers import in_usual_form
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split
 from gptmanager.models.other_folders import describe_other, describe_other_weights
@@ -46,7 +47,10 @@ def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
         return gguf.part(name)
     folder = Path(path)
     found = read_object(folder / name) if os.path.lexists(folder / name) else None
-    if name == "config.json" and found is not None and os.path.lexists(folder / MODELOPT_FILE):
+    if name != "config.json" or found is None:
+        return found
+    found = dict(in_usual_form(found))
+    if os.path.lexists(folder / MODELOPT_FILE):
         return with_modelopt(found, read_object(folder / MODELOPT_FILE))
     return found
 

@@ -6,7 +6,7 @@ This module checks sizes, numbers and flags. It does not know what a field means
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Union, cast
 
 from gptmanager.errors import ConfigError, quoted
 
@@ -18,6 +18,7 @@ OURS_ALONE = frozenset({"norm_eps", "hidden_act"})
 RANGE = f"from {LEAST_NUMBER} to {MAX_NUMBER}"
 
 T = TypeVar("T")
+Decision = Union[bool, str, Callable[["Fields"], bool]]
 
 
 class Fields:
@@ -119,8 +120,10 @@ class Fields:
         is_zero = value is None or type(value) in (int, float) and value == 0
         return 0.0 if is_zero else self.number(field)
 
-    def decided(self, value: bool | str) -> bool:
-        """Return `value` if it is a boolean; if it is a field's name, return that field's flag."""
+    def decided(self, value: Decision) -> bool:
+        """Return a boolean `value`, the flag of the field `value`, or the result of `value`."""
+        if callable(value):
+            return value(self)
         return self.flag(value) if isinstance(value, str) else value
 
     def layer_type(self, layer: int) -> str:

@@ -18,6 +18,11 @@ _MEDIA_MODELS = frozenset(
     "beit clip_vision_model convnext deit detr dinov2 dinov3_vit hubert resnet sam segformer "
     "siglip_vision_model swin vit vit_mae wav2vec2 wavlm yolos".split()
 )
+# Models of text and images -> what their attention has that is not supported.
+_OTHER_ATTENTION = {
+    "mllama": "attention to the embeddings of images in some layers",
+    "paligemma": "attention in both directions within a prompt",
+}
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 # Pattern of a file name -> what a folder with such a file is. The first matching pattern counts.
 _KINDS = {
@@ -88,6 +93,8 @@ def describe_other_type(config: Mapping[str, Any]) -> str:
         return "this is an encoder, which does not generate text"
     if isinstance(name, str) and name in _MEDIA_MODELS:
         return "this is a model of images or sounds, which does not generate text"
+    if isinstance(name, str) and name in _OTHER_ATTENTION:
+        return f"this model has {_OTHER_ATTENTION[name]}, which is not supported"
     if config.get("is_encoder_decoder") is True:
         return "this is an encoder-decoder, and only decoders are served"
     return ""

@@ -157,7 +157,8 @@ def _read_mlp(fields: Fields, family: Family) -> Mlp:
     given = fields.get("hidden_act")
     if given not in [*_ACTIVATIONS]:
         raise fields.error("hidden_act", f"must be one of {[*_ACTIVATIONS]}")
-    default = None if family.rotary else 4 * fields.size("hidden_size")
+    is_optional = family.defaults.get("intermediate_size", 0) is None
+    default = 4 * fields.size("hidden_size") if is_optional else None
     width = fields.size("intermediate_size", default)
     return Mlp(width, family.activation or _ACTIVATIONS[given], family.gated)
 

@@ -239,11 +239,12 @@ class ModelSpec:
     `vocab_size` is the whole network's. `parallel`: attention and MLP of a layer read the same
     residual, and the outputs of both are added to the residual. `embedding_scale` multiplies
     embeddings, `residual_scale` each addition to the residual, and `logit_scale` the logits.
-    `logit_softcap` then limits the logits (0 for no limit). `position_offset`: the row of position
-    0 in the table of learned positions; None without a table. `sink`: the number of first positions
-    that are always visible. `kv_cache_dtype`: float8_e4m3fn if pages store each key and value
-    divided by the scale of its layer and head; None if pages store unscaled numbers in `dtype`.
-    `token_inputs`: second inputs of the layers, or None.
+    `logit_softcap` then limits the logits (0 for no limit). `qkv_limit`: queries, keys and values
+    are clamped to this magnitude as they are projected; 0 for no limit. `position_offset`: the row
+    of position 0 in the table of learned positions; None without a table. `sink`: the number of
+    first positions that are always visible. `kv_cache_dtype`: float8_e4m3fn if pages store each key
+    and value divided by the scale of its layer and head; None if pages store unscaled numbers in
+    `dtype`. `token_inputs`: second inputs of the layers, or None.
     """
 
     family: str
@@ -266,6 +267,7 @@ class ModelSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    qkv_limit: float = 0.0
     sink: int = 0
     kv_cache_dtype: torch.dtype | None = None
     first_layer: int = 0

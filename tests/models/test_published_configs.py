@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from family_configs import FAMILY_CONFIGS
+from odd_configs import family_config
 
 from gptmanager.errors import ConfigError
 from gptmanager.models.read_spec import read_spec
@@ -27,6 +28,13 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"block_norm_eps": 1e-5, "block_use_swiglu": True, "use_pos_enc": True, "theta": 1e6}),
     ("lfm2", {"block_mlp_init_scale": 1.0, "block_use_xavier_init": True, "full_attn_idxs": [2]}),
     ("gemma", {"hidden_act": "gelu", "hidden_activation": "gelu_pytorch_tanh"}),
+    ("exaone", {"embed_dropout": 0.0, "rope_scaling": None, "head_dim": 16}),
+    ("gpt_bigcode", {"pad_key_length": True, "inference_runner": 0, "num_key_value_heads": 1}),
+    ("gptj", {"rotary": True, "scale_attn_weights": True, "n_inner": None}),
+    ("falcon", {"alibi": False, "apply_residual_connection_post_layernorm": False}),
+    ("internlm2", {"attn_implementation": "eager", "rope_scaling": None, "pretraining_tp": 1}),
+    ("mimo", {"use_mrope": False, "use_sliding_window": False, "sliding_window": 32768}),
+    ("minicpm", {"mup_denominator": 32, "num_experts": 0}),
     ("gpt2", {"n_special": 0, "predict_special_tokens": True, "n_ctx": 1024}),
     ("gpt_neox", {"custom_pipelines": {"text-generation": {"impl": "own.Pipeline"}}}),
     ("gpt_oss", {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}),
@@ -59,12 +67,15 @@ def test_a_published_field_changes_nothing(name: str, fields: dict[str, Any]) ->
         ("lfm2", "layer_types", ["conv"] * 4),
         ("lfm2_moe", "layer_types", None),
         ("hunyuan_v1_moe", "num_shared_expert", [2, 2, 2, 2]),
+        ("falcon", "alibi", True),
+        ("falcon sequential", "num_kv_heads", 2),
+        ("gptj", "rotary_dim", None),
+        ("minicpm", "num_experts", 8),
     ],
 )
 def test_another_value_is_refused(name: str, field: str, value: Any) -> None:
-    config = {**FAMILY_CONFIGS[name], "model_type": name, field: value}
     with pytest.raises(ConfigError, match=f"{field} = {re.escape(repr(value))}: "):
-        read_spec(config)
+        read_spec({**family_config(name), field: value})
 
 
 def test_kimi_k2_is_read_as_deepseek_v3() -> None:

@@ -14,6 +14,7 @@ from checkpoints import PagedDriver, checkpoint, default_config
 from family_configs import FAMILY_CONFIGS
 from family_runs import LONG, family_folder, family_model
 from odd_configs import family_config
+from safetensors.torch import load_file, save_file
 
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
@@ -28,8 +29,14 @@ CASES = [
     ("llama4", "llama4_text", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),
     ("qwen2_5_vl", "qwen2", {"model.": "model.language_model."}),
     ("qwen3_vl", "qwen3", {"model.": "model.language_model."}),
+    ("glm4v", "glm4", {"model.": "model.language_model."}),
+    ("kimi_vl", "deepseek_v3", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),
+    ("smolvlm", "llama", {"model.": "model.text_model."}),
 ]
-TIED = ("aya_vision", "gemma3", "gemma4", "internvl", "mistral3")  # by default, transformers 5
+_BY_DEFAULT = "aya_vision cohere2_vision gemma3 gemma4 granite_speech internvl kimi_k25 mistral3"
+TIED = (*_BY_DEFAULT.split(), "ovis2")  # transformers 5
+TIED_BY_TEXT_MODEL = ("internvl_chat", "kimi_vl", "llama4", "qwen2_audio", "voxtral")
+OWN_CODE = ("internvl_chat", "kimi_vl")  # transformers does not have them
 ONE = torch.ones(1)
 MEDIA = {"vision_tower.patch.weight": torch.ones(2), "model.visual.merger.bias": torch.ones(2)}
 
@@ -74,13 +81,33 @@ def test_where_a_wrapper_and_its_text_model_differ_the_files_decide_on_ties(name
             del config["text_config"]["tie_word_embeddings"]
         first = default if own is None else own
         second = name in TIED if outer is None else outer
-        second = first if name in ("llama4", "voxtral") else second
+        second = first if name in TIED_BY_TEXT_MODEL else second
         names = [*map(str, range(99))]
         with_head = read_spec(config, tensors=[*names, "language_model.lm_head.weight"])
         assert with_head.tied_embeddings == (first and second)
         assert read_spec(config).tied_embeddings == second
         without_head = read_spec(config, tensors=names)
         assert without_head.tied_embeddings == (first or second)
+
+
+def test_the_text_model_may_be_in_a_thinker_or_have_another_name(tmp_path: Path) -> None:
+    config, state = checkpoint(family_model("qwen2"))
+    first = PagedDriver(load_model((config, state), dtype="float32"), 1).forward([(0, LONG)])
+    inner = {"model_type": "qwen2_5_omni_thinker", "text_config": config, "audio_config": {}}
+    omni = {"model_type": "qwen2_5_omni", "dtype": "float32", "thinker_config": inner}
+    media = {it: torch.ones(1) for it in ("thinker.visual.x", "talker.x", "mlp1.0.bias")}
+    for given, prefix in (
+        (omni, "thinker."),
+        ({"model_type": "internvl_chat", "llm_config": config}, "language_model."),
+    ):
+        tensors = {prefix + name: it.clone() for name, it in state.items()} | media
+        folder = tmp_path / prefix
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(given))
+        for source in ((given, tensors), folder):
+            model = load_model(source, dtype="float32")
+            assert torch.equal(PagedDriver(model, 1).forward([(0, LONG)]), first)
 
 
 def by_expert(stacked: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -146,12 +173,17 @@ def test_a_flat_config_with_mrope_is_that_of_its_text_model() -> None:
     assert spec.ropes[0].kind == "default" and spec.ropes[0].theta == 1e6
 
 
-@pytest.mark.parametrize("wrapper", [it for it in TEXT_FAMILIES if not it.endswith("_text")])
+@pytest.mark.parametrize(
+    "wrapper", [it for it in TEXT_FAMILIES if not it.endswith("_text") and it not in OWN_CODE]
+)
 def test_fields_that_a_text_config_leaves_out_have_the_defaults_of_transformers(
     wrapper: str,
 ) -> None:
-    full = type(default_config(wrapper).text_config)().to_dict() | {"dtype": None}
+    whole = default_config(wrapper)
+    full = type(getattr(whole, "thinker_config", whole).text_config)().to_dict() | {"dtype": None}
     text = {"model_type": full["model_type"]}
+    if full["hidden_size"] % full["num_attention_heads"]:
+        full, text = full | {"num_attention_heads": 32}, text | {"num_attention_heads": 32}
     if text["model_type"] not in TEXT_DEFAULTS:
         sizes = "vocab_size|hidden_size|num_hidden_layers|num_attention_heads|.*intermediate_size.*"
         text |= {key: it for key, it in full.items() if re.fullmatch(sizes, key)}
@@ -170,6 +202,7 @@ def test_fields_that_a_text_config_leaves_out_have_the_defaults_of_transformers(
         ({"adapter_config.json": "{}"}, "holds a PEFT adapter: pass its base model"),
         ({"model_index.json": "{}"}, "a diffusion pipeline"),
         ({"params.json": "{}"}, "pass the Hugging Face version"),
+        ({"config.json": '{"model_type": "mllama"}'}, "attention to the embeddings of images"),
         ({"config.json": '{"model_type": "bert"}'}, "this is an encoder, which does not generate"),
         (
             {"config.json": '{"model_type": "t5", "is_encoder_decoder": true}'},
@@ -314,6 +347,9 @@ def test_layers_that_predict_further_tokens_are_not_read() -> None:
     further["model.layers.5.mtp.weight"] = ONE
     with pytest.raises(ConfigError, match="layers.5.mtp"):
         load_model(({**config, "num_nextn_predict_layers": 1}, {**state, **further}))
+    state = load_file(family_folder("mimo") / "model.safetensors")
+    config = family_config("mimo") | {"num_nextn_predict_layers": 1, "use_mrope": False}
+    load_model((config, {**state, "model.mtp_layers.0.token_layernorm.weight": ONE}))
 
 
 def test_linear_attention_is_refused_by_the_name_of_its_field() -> None:

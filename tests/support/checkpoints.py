@@ -104,12 +104,14 @@ def new_model(config: Mapping[str, Any]) -> Any:
         pytest.skip("transformers is not installed")
     fields = copy.deepcopy(dict(config))  # transformers writes into them
     hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return AutoModelForCausalLM.from_config(
-        hf_config,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    ).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the code of GPTBigCode uses functions that are deprecated
+        return AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        ).eval()
 
 
 def default_config(model_type: str) -> Any:

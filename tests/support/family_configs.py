@@ -19,6 +19,11 @@ BASE: Mapping[str, Any] = {
 }
 _HEADS = {**BASE, "head_dim": 16}
 _NEOX = {key: value for key, value in BASE.items() if key != "num_key_value_heads"}
+_GPT = {
+    **{"vocab_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 160},
+    **_SPECIAL,
+}
+_FALCON = {key: value for key, value in _NEOX.items() if key != "intermediate_size"}
 _EVERY_SECOND = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _GRANITE = {
     "embedding_multiplier": 3.0,
@@ -87,14 +92,7 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     },
     "qwen2": {**BASE, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     "qwen3": {**_HEADS, "attention_bias": True},
-    "gpt2": {
-        "vocab_size": 96,
-        "n_embd": 64,
-        "n_layer": 4,
-        "n_head": 4,
-        "n_positions": 160,
-        **_SPECIAL,
-    },
+    "gpt2": {**_GPT},
     "gemma": {**_HEADS, "tie_word_embeddings": True},
     "gemma2": {
         **_HEADS,
@@ -148,6 +146,17 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "jais2": {**_HEADS},
     "gpt_neox": {**_NEOX, **_HALF},
     "opt": {**_NEOX, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gptj": {**_GPT, "rotary_dim": 8},
+    "gpt_bigcode": {**_GPT},
+    "falcon": {**_FALCON, "num_kv_heads": 4},
+    "exaone": {
+        **{key: it for key, it in _HEADS.items() if key != "num_hidden_layers"},
+        **{"num_layers": 4, "layer_norm_epsilon": 1e-5, "activation_function": "silu"},
+    },
+    "internlm2": {**BASE, "bias": False},
+    "internlm3": {**_HEADS, "bias": True, "qkv_bias": True},
+    "minicpm": {**BASE, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16},
+    "mimo": {**_HEADS, "attention_bias": True},
     "mixtral": {**_TOP2, **_LOCAL, "sliding_window": 8},
     "qwen2_moe": {**_MOE, **_FOUR, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {**_MOE, **_FOUR, "norm_topk_prob": True, "mlp_only_layers": [1]},
@@ -243,6 +252,19 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "stablelm norms": {**BASE, **_HALF, "qk_layernorm": True, "use_parallel_residual": True},
     "phi norms": {**BASE, **_HALF, "qk_layernorm": True},
     "gpt_neox sequential": {**_NEOX, "use_parallel_residual": False},
+    "gpt_bigcode heads": {**_GPT, "multi_query": False, "n_inner": 96},
+    "falcon groups": {
+        **{**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True},
+        "ffn_hidden_size": 96,
+    },
+    "falcon 11B": {
+        **{**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True},
+        **{"num_ln_in_parallel_attn": 1, "tie_word_embeddings": True},
+    },
+    "falcon sequential": {
+        **{**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True},
+        "num_kv_heads": 4,
+    },
     "deepseek_v2 greedy": {
         **_ROUTED,
         **_LATENT,
@@ -266,6 +288,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     },
     "qwen3_moe windows": {**_MOE, **_FOUR, "use_sliding_window": True, "sliding_window": 8},
     "dots1 windows": {**_ROUTED, "sliding_window": 8, "max_window_layers": 2},
+    "olmo clipped": {**BASE, "clip_qkv": 0.7},
     "phi tied": {**BASE, **_HALF, "tie_word_embeddings": True},
     "ernie4_5_moe biased": {
         **{**BASE, "moe_intermediate_size": 48, "moe_num_experts": 4, "moe_k": 2},
@@ -286,7 +309,8 @@ def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return two layers of the config, with heads of 32 dimensions, for kernels of devices."""
     sizes: dict[str, Any] = {
         **{"num_attention_heads": 2, "n_head": 2, "num_key_value_heads": 1, "head_dim": 32},
-        **{"num_hidden_layers": 2, "n_layer": 2, "max_window_layers": 1},
+        "num_kv_heads": 2,
+        **{"num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, "max_window_layers": 1},
         **{it: config[it][:2] for it in _OF_LAYERS if it in config},
         "global_head_dim": 64,
     }

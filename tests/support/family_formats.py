@@ -182,9 +182,8 @@ def packed_checkpoint(name: str, format_: str, target: Path) -> tuple[Checkpoint
     state, kept = (state, _KEPT_BY_MLX) if is_mlx else (separated(state), _KEPT)
     packed, floats, count = {}, {}, 0
     for number, (key, tensor) in enumerate(state.items()):
-        is_turned = key.startswith(
-            "transformer.h."
-        )  # GPT-2 has [in, out]; libraries pack [out, in]
+        # GPT-2 has [in, out]; libraries pack [out, in]
+        is_turned = name == "gpt2" and key.startswith("transformer.h.")
         own = tensor.t() if is_turned and tensor.dim() == 2 else tensor
         packed[key] = floats[key] = tensor.contiguous()
         fits = own.dim() in (2, 3 if is_mlx else 2) and own.shape[-1] % GROUP == 0

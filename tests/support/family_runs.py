@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import re
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from checkpoints import PagedDriver, exact_logits, in_float64, new_model
 from family_configs import FAMILY_CONFIGS, VARIANTS, WIDE
+from renamed_families import RENAMED
+from safetensors.torch import save_file
 from torch import Tensor
 
 from gptmanager.memory.kv_pool import KvPool
@@ -22,11 +25,17 @@ from gptmanager.models import load_model
 from gptmanager.models.model import state_shapes
 
 
+def _published(name: str) -> tuple[str, dict[str, Any]]:
+    return name.split(" ")[0], {**FAMILY_CONFIGS, **VARIANTS, **WIDE}[name]
+
+
 @cache
 def family_model(name: str) -> Any:
     """transformers' model in float32, all of its parameters random, also norms and biases."""
-    config = {**FAMILY_CONFIGS, **VARIANTS, **WIDE}[name]
-    model = new_model({"model_type": name.split(" ")[0], **config})
+    family, config = _published(name)
+    if family in RENAMED:
+        family, config = RENAMED[family].family, RENAMED[family].config(config)
+    model = new_model({"model_type": family, **config})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         buffers = [
@@ -43,10 +52,16 @@ def family_model(name: str) -> Any:
 
 @cache
 def family_folder(name: str) -> Path:
-    """The checkpoint of that model, as `save_pretrained` writes it."""
+    """The checkpoint of that model, as `save_pretrained` writes it, or as it is published."""
     folder = Path(tempfile.mkdtemp(prefix="family-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    family_model(name).save_pretrained(folder)
+    model, (family, config) = family_model(name), _published(name)
+    if family not in RENAMED:
+        model.save_pretrained(folder)
+        return folder
+    state = RENAMED[family].state(model.state_dict(), config)
+    save_file({key: it.contiguous() for key, it in state.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": family, **config}))
     return folder
 
 

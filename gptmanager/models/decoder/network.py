@@ -150,8 +150,7 @@ class CheckpointModel:
         )
         adapters = self._kernels.begin_adapters(batch.adapters)
         residual = self._begin(batch)
-        own = self._token_inputs
-        inputs = None if own is None else own.of_batch(batch, residual)
+        inputs = self._token_inputs and self._token_inputs.of_batch(batch, residual)
         hidden = self._norm(residual, self._layers[0].attention_norm)
         last = None if self._lm_head is None else self._layers[-1]
         for layer in self._layers:
@@ -213,8 +212,7 @@ class CheckpointModel:
             return residual.new_empty(num_sampled, 0)
         logits = self._kernels.linear(hidden, *self._lm_head)
         if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
-            scales = self.spec.logit_scale, self.spec.logit_softcap
-            logits = self._kernels.scaled(logits, *scales)
+            logits = self._kernels.scaled(logits, self.spec.logit_scale, self.spec.logit_softcap)
         if self._collectives is None:
             return logits
         return self._collectives.gather(logits, self._widths)
@@ -281,6 +279,8 @@ class CheckpointModel:
             return attend_to_latents(self._kernels, *given)
         assert layer.qkv is not None
         qkv = self._project(hidden, layer.qkv, layer, layer.qkv_name, adapters)
+        if self.spec.qkv_limit:
+            qkv.clamp_(-self.spec.qkv_limit, self.spec.qkv_limit)
         if width := self._gate_widths[layer.number]:
             gates, qkv = qkv[:, :width], qkv[:, width:]
         if layer.pages.keys_as_values:

@@ -66,6 +66,7 @@ _OF_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         **{"anyres_pooling_size": 2, "num_media_embeds": 257, "unpad_fix": True},
         **{"n_group": (1, False), "topk_group": (1, False), "routed_scaling_factor": (1.0, False)},
     },
+    "minicpm": {"mup_denominator": 32},  # for a draft model
     "minimax_m2": {
         "layernorm_full_attention_beta": 1.0,
         "layernorm_linear_attention_beta": 1.0,
@@ -97,7 +98,8 @@ _IGNORED = re.compile(
     r"|scale_attention_softmax_in_fp32|chunk_size_feed_forward|tokenizer_class|task_specific_params"
     r"|cache_implementation|gradient_checkpointing.*|tf_legacy_loss|use_bfloat16|torchscript"
     r"|is_decoder|cross_attention_hidden_size|finetuning_task|prefix|n_ctx|ep_size|seq_length"
-    r"|.*_class|vision_config|audio_config|rope_type|pruned_heads|tie_encoder_decoder|encoder_no.*"
+    r"|.*_class|(vision|audio|perceiver)_config|pixel_shuffle_factor|rope_type|pruned_heads"
+    r"|tie_encoder_decoder|encoder_no.*"
     r"|(temperature|top_k|top_p|typical_p|num_beams|num_return_sequences|repetition_penalty"
     r"|length_penalty|no_repeat_ngram_size|min_length|max_length|do_sample|early_stopping"
     r"|diversity_penalty|num_beam_groups|bad_words_ids|begin_suppress_tokens|suppress_tokens"

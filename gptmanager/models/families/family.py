@@ -10,7 +10,7 @@ from typing import Any
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.models.families.layer_types import Concerned
 from gptmanager.models.families.names import LLAMA, Tensors
-from gptmanager.models.fields import Fields
+from gptmanager.models.fields import Decision, Fields
 from gptmanager.models.spec import Experts, Norms
 
 ROTARY_BUFFERS = re.compile(r"(^|\.)rotary_emb\.(\w+_)?inv_freq$")
@@ -25,6 +25,7 @@ class Family:
     """A model family: the names of its config fields and tensors, and their meaning.
 
     A `bool | str` property is either the value or the name of the config field that has the value.
+    A `Decision` may also be a function that reads the value.
 
     `title`: the name shown to users. `tensors`: tensor names, see `names`. `prefix`: the start of
     these names that a checkpoint may omit. `other_tensors`: further names of the same parameters,
@@ -74,8 +75,8 @@ class Family:
     position_offset: int | None = None
     activation: Activation | None = None
     gated: bool = True
-    parallel: bool | str = False
-    one_norm: bool | str = False
+    parallel: Decision = False
+    one_norm: Decision = False
     qkv_bias: bool | str = False
     out_bias: bool | str = False
     mlp_bias: bool | str = False

@@ -53,6 +53,16 @@ def granite4_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     return found if given == "rope" else {**found, "rope": None}
 
 
+def minicpm_scales(fields: Fields) -> Mapping[str, Any]:
+    """Return MiniCPM's scales of embeddings, of additions to the residual stream, and of logits."""
+    num_layers, hidden = fields.size("num_hidden_layers"), fields.size("hidden_size")
+    return {
+        "embedding_scale": fields.number("scale_emb"),
+        "residual_scale": fields.number("scale_depth", num_layers**0.5) / num_layers**0.5,
+        "logit_scale": fields.size("dim_model_base", hidden) / hidden,
+    }
+
+
 def gemma_network(fields: Fields) -> Mapping[str, Any]:
     """Return the scale of Gemma's embeddings, and the softcap of its logits if it has one."""
     if fields.get("use_bidirectional_attention"):

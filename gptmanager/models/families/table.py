@@ -8,16 +8,20 @@ from gptmanager.models.families.family import Family
 from gptmanager.models.families.kinds.convolutions import CONVOLUTIONS
 from gptmanager.models.families.kinds.corrected_mixtures import CORRECTED_MIXTURES
 from gptmanager.models.families.kinds.gemmas import GEMMAS
+from gptmanager.models.families.kinds.gpts import GPTS
 from gptmanager.models.families.kinds.latents import LATENTS
 from gptmanager.models.families.kinds.layer_norms import LAYER_NORMS
 from gptmanager.models.families.kinds.linears import LINEARS
 from gptmanager.models.families.kinds.llamas import LLAMAS
 from gptmanager.models.families.kinds.mixtures import MIXTURES
+from gptmanager.models.families.kinds.own_code import OWN_CODE
 
 FAMILIES: Mapping[str, Family] = {
     **LLAMAS,
     **GEMMAS,
     **LAYER_NORMS,
+    **GPTS,
+    **OWN_CODE,
     **MIXTURES,
     **CORRECTED_MIXTURES,
     **LATENTS,

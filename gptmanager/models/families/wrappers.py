@@ -26,25 +26,50 @@ def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) 
 # Model type of a wrapper, or of the text model in it -> the family of the text model.
 TEXT_FAMILIES: Mapping[str, str] = {
     "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
+    "exaone4_5": "exaone4",
+    "exaone4_5_text": "exaone4",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "glm4v": "glm4",
+    "glm4v_text": "glm4",
+    "glm46v": "glm4",
+    "glm4v_moe": "glm4_moe",
+    "glm4v_moe_text": "glm4_moe",
+    "granite_speech": "granite",
+    "idefics3": "llama",
     "internvl": "qwen2",
+    "internvl_chat": "qwen2",
+    "kimi_k25": "deepseek_v3",
+    "kimi_vl": "deepseek_v3",
     "llama4": "llama4_text",
     "llava": "llama",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
     "mistral3": "mistral",
+    "ovis2": "qwen2",
+    "qwen2_5_omni": "qwen2",
+    "qwen2_5_omni_thinker": "qwen2",
+    "qwen2_5_omni_text": "qwen2",
+    "qwen2_audio": "qwen2",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
+    "qwen3_omni_moe": "qwen3_moe",
+    "qwen3_omni_moe_thinker": "qwen3_moe",
+    "qwen3_omni_moe_text": "qwen3_moe",
     "qwen3_vl": "qwen3",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "smolvlm": "llama",
     "voxtral": "llama",
 }
 # Model types of published configs -> the family that these models are of.
 _OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+_FAMILIES = {**TEXT_FAMILIES, **_OTHER_NAMES}
 _QWEN2_VL: Mapping[str, Any] = {
     **_sizes(152064, 8192, 29568, 80, 64),
     "num_key_value_heads": 8,
@@ -56,11 +81,28 @@ _QWEN2_VL: Mapping[str, Any] = {
 # they are not those of the family. Published Gemma 3 and LLaVA leave out sizes.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "glm4v_text": {
+        **_sizes(151552, 4096, 13696, 40, 32),
+        **{"head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+        "partial_rotary_factor": 1.0,
+    },
+    "glm4v_moe_text": {
+        **_sizes(151424, 4096, 10944, 46, 96),
+        **{"attention_bias": True, "max_position_embeddings": 65536},
+    },
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "mistral": _sizes(32000, 4096, 14336, 32, 32),
     "qwen2": _sizes(151936, 4096, 22016, 32, 32),
+    "qwen2_5_omni_text": {
+        **_sizes(152064, 3584, 18944, 28, 28),
+        **{"num_key_value_heads": 4, "rope_theta": 1e6},
+    },
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_omni_moe_text": {
+        **_sizes(3584, 2048, 18944, 28, 28),
+        **{"norm_topk_prob": True, "rope_theta": 1e6},
+    },
     "qwen3_vl_text": {
         **_sizes(151936, 4096, 22016, 32, 32),
         "max_position_embeddings": 128000,
@@ -73,16 +115,23 @@ PREFIXES: Mapping[str, str] = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",  # Idefics 3, SmolVLM
+    "thinker.": "",
 }
 MEDIA = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|audio_model"
-    r"|embed_vision|embed_audio|image_newline)\b"
+    r"^(model\.|thinker\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower"
+    r"|audio_model|embed_vision|embed_audio|image_newline|connector|encoder|mlp1|mm_projector"
+    r"|projector|talker|token2wav|code2wav|visual_embeddings_table)\b"
 )
 # Fields of a wrapper that also apply to its text model.
 _OF_WRAPPER = ("dtype", "torch_dtype", "quantization_config")
 # In transformers 5, `tie_word_embeddings` of these wrappers is true by default.
-_TIED_BY_DEFAULT = ("aya_vision", "gemma3", "gemma4", "internvl", "mistral3")
-_TIED_BY_TEXT_MODEL = ("llama4", "voxtral")  # the wrapper's own field has no effect
+_TIED_BY_DEFAULT = frozenset(
+    "aya_vision cohere2_vision gemma3 gemma4 granite_speech internvl kimi_k25 mistral3".split()
+    + ["ovis2"]
+)
+# the wrapper's own field has no effect
+_TIED_BY_TEXT_MODEL = ("internvl_chat", "kimi_vl", "llama4", "qwen2_audio", "voxtral")
 _MEDIA_FIELDS = re.compile(r"(vision|audio|image|video|vit|mm|boi|eoi)_.*")
 
 
@@ -90,6 +139,23 @@ def without_wrapper(name: str) -> str:
     """Return a tensor's name without the prefix of a wrapper around the model."""
     theirs = next(filter(name.startswith, PREFIXES), "")
     return PREFIXES.get(theirs, "") + name.removeprefix(theirs)
+
+
+def in_usual_form(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of a wrapper with the config of its text model as `text_config`.
+
+    A model of Qwen-Omni has it in the config of its thinker, the part that writes text.
+    """
+    thinker, inner = config.get("thinker_config"), config.get("llm_config")
+    if not is_wrapper(config):
+        return config
+    if isinstance(thinker, Mapping):
+        outer = {name: config[name] for name in _OF_WRAPPER if config.get(name) is not None}
+        return {**outer, **thinker, "model_type": f"{config['model_type']}_thinker"}
+    if "text_config" not in config and inner is not None:
+        rest = {name: value for name, value in config.items() if name != "llm_config"}
+        return {**rest, "text_config": inner}
+    return config
 
 
 def is_wrapper(config: Mapping[str, Any]) -> bool:
@@ -104,6 +170,7 @@ def ties_by_wrapper(config: Mapping[str, Any]) -> Any:
     Until version 4, transformers read the text model's field, and since version 5 it reads the
     wrapper's, so the two fields may differ.
     """
+    config = in_usual_form(config)
     name = config.get("model_type")
     if not is_wrapper(config) or "text_config" not in config or name in _TIED_BY_TEXT_MODEL:
         return None
@@ -121,6 +188,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(name, str) and name in _OTHER_NAMES:
             return {**config, "model_type": _OTHER_NAMES[name]}
         return config
+    config = in_usual_form(config)
     wrapper, inner = config["model_type"], config.get("text_config")
     of_wrapper = TEXT_DEFAULTS.get(f"{wrapper.removesuffix('_text')}_text")
     if inner is None:  # the wrapper itself has the fields of the text model
@@ -130,7 +198,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"config.json: text_config = {quoted(inner)}: must be an object")
     outer = {name: config[name] for name in _OF_WRAPPER if config.get(name) is not None}
     name = inner.get("model_type", TEXT_FAMILIES[wrapper])
-    family = TEXT_FAMILIES.get(name, name) if isinstance(name, str) else name
+    family = _FAMILIES.get(name, name) if isinstance(name, str) else name
     given = {key: value for key, value in inner.items() if value is not None or key not in outer}
     if of_wrapper is None and isinstance(name, str):
         of_wrapper = TEXT_DEFAULTS.get(name)

@@ -37,8 +37,15 @@ OF_OTHERS = {
     "solar_open": ["glm4moe"],
     "glm4_moe_lite": ["deepseek2"],
     "youtu": ["deepseek2"],
+    "internlm3": ["llama"],
 }
-WITHOUT_MLX = ("gpt2", "gpt_neox", "granitemoeshared")  # refused, or unknown to MLX
+WITHOUT_MLX = (
+    "gpt2",
+    "gpt_neox",
+    "gptj",
+    "falcon",
+    "granitemoeshared",
+)  # refused, or unknown to MLX
 CASES = [
     (name, format_)
     for name in [*FAMILY_CONFIGS, *VARIANTS]

@@ -119,16 +119,6 @@ def _corrected(is_dense: Callable[[Fields, int], bool]) -> readers.ReadExperts:
     )
 
 
-def _minicpm_scales(fields: Fields) -> Mapping[str, Any]:
-    """Return MiniCPM's scales of embeddings, of additions to the residual stream, and of logits."""
-    num_layers, hidden = fields.size("num_hidden_layers"), fields.size("hidden_size")
-    return {
-        "embedding_scale": fields.number("scale_emb"),
-        "residual_scale": fields.number("scale_depth", num_layers**0.5) / num_layers**0.5,
-        "logit_scale": fields.size("dim_model_base", hidden) / hidden,
-    }
-
-
 def _minicpm_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     heads = fields.size("num_attention_heads")
     return _attention(fields, layer, fields.size("hidden_size") // heads)
@@ -259,7 +249,7 @@ LATENTS: Mapping[str, Family] = {
         ),
         out_bias="attention_bias",
         mlp_bias="mlp_bias",
-        network=_minicpm_scales,
+        network=readers.minicpm_scales,
         attention=_minicpm_attention,
     ),
 }

@@ -36,6 +36,7 @@ _GPT2 = Family(
     defaults={
         "hidden_act": "gelu_new",
         "norm_eps": 1e-5,
+        "intermediate_size": None,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
         "scale_attn_weights": True,
@@ -186,6 +187,7 @@ _OPT = Family(
     defaults={
         "hidden_act": "relu",
         "norm_eps": 1e-5,
+        "intermediate_size": None,
         "max_position_embeddings": 2048,
         "tie_word_embeddings": True,
         "enable_bias": True,
@@ -209,8 +211,9 @@ LAYER_NORMS: Mapping[str, Family] = {
         BIASED_ATTENTION,
         title="OLMo 1",
         spellings={},
-        defaults=llama_fields(norm_eps=1e-5),
+        defaults=llama_fields(norm_eps=1e-5, clip_qkv=None),
         norms=Norms("layer", weight=False),
+        network=lambda fields: {"qkv_limit": fields.optional_number("clip_qkv")},
     ),
     "cohere": _COHERE,
     "cohere2": replace(
