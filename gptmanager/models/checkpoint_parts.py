@@ -16,7 +16,6 @@ from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.tensor_sources import TensorSource
 from gptmanager.memory.untrusted_files import read_object
 from gptmanager.models.converted_tensors import ConvertedTensors, is_own_layout
-from gptmanager.models.families.wrappers import in_usual_form
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split
 from gptmanager.models.other_folders import describe_other, describe_other_weights
@@ -29,7 +28,10 @@ from gptmanager.models.quantized.scheme import (
 )
 from gptmanager.models.quantized.source import QuantizedSource
 
+# Fields of the config of a multimodal model that also apply to its text model.
+OF_WRAPPER = ("dtype", "torch_dtype", "quantization_config")
 _MAGIC = b"GGUF"
+_THINKING = ("qwen2_5_omni", "qwen3_omni_moe")
 
 
 def gguf_checkpoint(path: str | os.PathLike[str]) -> GgufCheckpoint | None:
@@ -53,6 +55,21 @@ def read_part(path: str | os.PathLike[str], name: str) -> dict[str, Any] | None:
     if os.path.lexists(folder / MODELOPT_FILE):
         return with_modelopt(found, read_object(folder / MODELOPT_FILE))
     return found
+
+
+def in_usual_form(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of a multimodal model with the config of its text model as `text_config`.
+
+    A model of Qwen-Omni has it in the config of its thinker, the part that writes text.
+    """
+    name, thinker, inner = (config.get(it) for it in ("model_type", "thinker_config", "llm_config"))
+    if name in _THINKING and isinstance(thinker, Mapping):
+        outer = {field: config[field] for field in OF_WRAPPER if config.get(field) is not None}
+        return {**outer, **thinker, "model_type": f"{name}_thinker"}
+    if name == "internvl_chat" and inner is not None and "text_config" not in config:
+        rest = {field: value for field, value in config.items() if field != "llm_config"}
+        return {**rest, "text_config": inner}
+    return config
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gptmanager.errors import ConfigError, quoted
+from gptmanager.models.checkpoint_parts import OF_WRAPPER, in_usual_form
 
 
 def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
@@ -123,8 +124,6 @@ MEDIA = re.compile(
     r"|audio_model|embed_vision|embed_audio|image_newline|connector|encoder|mlp1|mm_projector"
     r"|projector|talker|token2wav|code2wav|visual_embeddings_table)\b"
 )
-# Fields of a wrapper that also apply to its text model.
-_OF_WRAPPER = ("dtype", "torch_dtype", "quantization_config")
 # In transformers 5, `tie_word_embeddings` of these wrappers is true by default.
 _TIED_BY_DEFAULT = frozenset(
     "aya_vision cohere2_vision gemma3 gemma4 granite_speech internvl kimi_k25 mistral3".split()
@@ -139,23 +138,6 @@ def without_wrapper(name: str) -> str:
     """Return a tensor's name without the prefix of a wrapper around the model."""
     theirs = next(filter(name.startswith, PREFIXES), "")
     return PREFIXES.get(theirs, "") + name.removeprefix(theirs)
-
-
-def in_usual_form(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of a wrapper with the config of its text model as `text_config`.
-
-    A model of Qwen-Omni has it in the config of its thinker, the part that writes text.
-    """
-    thinker, inner = config.get("thinker_config"), config.get("llm_config")
-    if not is_wrapper(config):
-        return config
-    if isinstance(thinker, Mapping):
-        outer = {name: config[name] for name in _OF_WRAPPER if config.get(name) is not None}
-        return {**outer, **thinker, "model_type": f"{config['model_type']}_thinker"}
-    if "text_config" not in config and inner is not None:
-        rest = {name: value for name, value in config.items() if name != "llm_config"}
-        return {**rest, "text_config": inner}
-    return config
 
 
 def is_wrapper(config: Mapping[str, Any]) -> bool:
@@ -196,7 +178,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**(of_wrapper or {}), **own, "model_type": TEXT_FAMILIES[wrapper]}
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config.json: text_config = {quoted(inner)}: must be an object")
-    outer = {name: config[name] for name in _OF_WRAPPER if config.get(name) is not None}
+    outer = {name: config[name] for name in OF_WRAPPER if config.get(name) is not None}
     name = inner.get("model_type", TEXT_FAMILIES[wrapper])
     family = _FAMILIES.get(name, name) if isinstance(name, str) else name
     given = {key: value for key, value in inner.items() if value is not None or key not in outer}
