@@ -70,19 +70,27 @@ struct Params {{ int count; int ids[MAX_TOKENS]; float bias[MAX_TOKENS]; }};
 """
 
 
-class AllowedTokens(RawKernelLogitsPostProcessor):
+class _TokenRule(RawKernelLogitsPostProcessor):
+    """A rule for at most `max_tokens` tokens of a request.
+
+    `value_fields`: further fields of the kernel's `Params`, with a float32 for each token.
+    """
+
+    def __init__(
+        self, source: str, name: str, twin: Any, max_tokens: int, *value_fields: str
+    ) -> None:
+        at_least(1, "max_tokens", max_tokens)
+        values = [(field, np.float32, (max_tokens,)) for field in value_fields]
+        fields = [("count", np.int32), ("ids", np.int32, (max_tokens,)), *values]
+        super().__init__(source, name, fields, options=(f"-DMAX_TOKENS={max_tokens}",), twin=twin)
+        self.max_tokens = max_tokens
+
+
+class AllowedTokens(_TokenRule):
     """Allows only the given tokens. Include the request's `end_id`, so that the output can end."""
 
     def __init__(self, max_tokens: int = 256) -> None:
-        at_least(1, "max_tokens", max_tokens)
-        super().__init__(
-            _ALLOWED,
-            "allowed_tokens",
-            [("count", np.int32), ("ids", np.int32, (max_tokens,))],
-            options=(f"-DMAX_TOKENS={max_tokens}",),
-            twin=_allow,
-        )
-        self.max_tokens = max_tokens
+        super().__init__(_ALLOWED, "allowed_tokens", _allow, max_tokens)
 
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
         """Return the processor of a request.
@@ -95,19 +103,11 @@ class AllowedTokens(RawKernelLogitsPostProcessor):
         return super().bind(**_padded(token_ids, self.max_tokens))
 
 
-class BannedTokens(RawKernelLogitsPostProcessor):
+class BannedTokens(_TokenRule):
     """Bans the given tokens."""
 
     def __init__(self, max_tokens: int = 256) -> None:
-        at_least(1, "max_tokens", max_tokens)
-        super().__init__(
-            _BANNED,
-            "banned_tokens",
-            [("count", np.int32), ("ids", np.int32, (max_tokens,))],
-            options=(f"-DMAX_TOKENS={max_tokens}",),
-            twin=_ban,
-        )
-        self.max_tokens = max_tokens
+        super().__init__(_BANNED, "banned_tokens", _ban, max_tokens)
 
     def bind(self, token_ids: Sequence[int]) -> BoundKernel:  # type: ignore[override]
         """Return the processor of a request.
@@ -118,19 +118,11 @@ class BannedTokens(RawKernelLogitsPostProcessor):
         return super().bind(**_padded(token_ids, self.max_tokens))
 
 
-class TokenBias(RawKernelLogitsPostProcessor):
+class TokenBias(_TokenRule):
     """Adds a bias to the logits of given tokens: a bias of log 2 doubles the odds of a token."""
 
     def __init__(self, max_tokens: int = 256) -> None:
-        at_least(1, "max_tokens", max_tokens)
-        fields = [
-            ("count", np.int32),
-            ("ids", np.int32, (max_tokens,)),
-            ("bias", np.float32, (max_tokens,)),
-        ]
-        options = (f"-DMAX_TOKENS={max_tokens}",)
-        super().__init__(_BIAS, "token_bias", fields, options=options, twin=_add_bias)
-        self.max_tokens = max_tokens
+        super().__init__(_BIAS, "token_bias", _add_bias, max_tokens, "bias")
 
     def bind(self, bias: Mapping[int, float]) -> BoundKernel:  # type: ignore[override]
         """Return the processor of a request. `bias` maps token ids to biases; -inf bans a token.

@@ -119,15 +119,14 @@ def build_loop(
     executor: Executor,
     *,
     phase_times: PhaseTimes,
-    allocator: Allocator | None = None,
     final: MakeFinal = final_tensors,
 ) -> TokenLoop:
-    """Build a loop with `allocator`, by default one with all blocks and slots free.
+    """Build a loop with all blocks and slots free.
 
     `final` creates the tensors of final responses.
     """
     params = blueprint.params
-    allocator = allocator or blueprint.allocator()
+    allocator = blueprint.allocator()
     return TokenLoop(
         host,
         executor,

@@ -142,15 +142,14 @@ def random_llama(
     seed: int,
     *,
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """Draw the state dict of a Llama or Qwen2 on `device`, with Hugging Face's tensor names.
+    """Draw the state dict of a Llama or Qwen2 on the CPU, with Hugging Face's tensor names.
 
     Weights and biases are normal(0, 0.02); the weights of norms are 1.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     return {
-        name: _draw(name, shape, generator, dtype, device)
+        name: _draw(name, shape, generator, dtype, "cpu")
         for name, shape in _shapes(config).items()
     }
 

@@ -96,9 +96,9 @@ def find_world(config: ParallelConfig | None, environment: Mapping[str, str] = o
     return World(RankLayout(rank, parts, stages), environment.get("MASTER_ADDR", ""))
 
 
-def launched_size(environment: Mapping[str, str] = os.environ) -> int:
+def launched_size() -> int:
     """Return the number of processes that a launcher has started, or 1 without a launcher."""
-    given = next((environment[name] for name in _SIZE if name in environment), "")
+    given = next((os.environ[name] for name in _SIZE if name in os.environ), "")
     return int(given) if given.isdecimal() else 1
 
 

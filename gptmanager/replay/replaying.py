@@ -126,10 +126,7 @@ def replay(
 
 
 def completed(
-    recording: Recording,
-    *,
-    create_scheduler: Callable[..., Any] | None = None,
-    wrap: Callable[[RequestScheduler], RequestScheduler] | None = None,
+    recording: Recording, *, wrap: Callable[[RequestScheduler], RequestScheduler] | None = None
 ) -> Iterator[tuple[Iteration, TokenLoop]]:
     """Yield each iteration of a recording, with the loop as it is after the iteration.
 
@@ -137,7 +134,7 @@ def completed(
     caller may read the loop, but not change it. `wrap` takes the loop's scheduler and returns its
     replacement, which must make the same decisions. Raise RecordingError at a divergence.
     """
-    run = _Replay(recording, create_scheduler, wrap)
+    run = _Replay(recording, wrap=wrap)
     for iteration in recording.iterations:
         divergence = run.step(iteration)
         if divergence is not None:

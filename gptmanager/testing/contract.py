@@ -284,7 +284,7 @@ class ContractChecker:
             complain(f"{name}: sequence_length exceeds output_ids {list(output_ids.shape)}")
         for text in _wrong_log_probs(request, tensors, int(lengths.max())):
             complain(f"{name}: {text}")
-        self._inspect_prompt(request, tensors, is_final)
+        self._inspect_prompt(request, tensors)
         if not request.is_streaming:
             if not is_final:
                 complain(f"{name} does not stream, yet got a response before its final response")
@@ -296,9 +296,7 @@ class ContractChecker:
         if not is_final and not int(lengths.max()):
             complain(f"{name}: a response without tokens that is not final")
 
-    def _inspect_prompt(
-        self, request: InferenceRequest, tensors: dict[str, Tensor], is_final: bool
-    ) -> None:
+    def _inspect_prompt(self, request: InferenceRequest, tensors: dict[str, Tensor]) -> None:
         """Check that a prompt's log probabilities are in the first response, and only there."""
         was_sent = request.request_id in self._prompts_sent
         if _number(request, "num_prompt_log_probs", -1) < 0:

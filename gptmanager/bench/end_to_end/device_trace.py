@@ -56,10 +56,10 @@ def split(events: Sequence[DeviceEvent]) -> dict[str, float]:
     return shares
 
 
-def idle_share(intervals: Sequence[Interval], gap_s: float = _GAP_S) -> tuple[float, float]:
+def idle_share(intervals: Sequence[Interval]) -> tuple[float, float]:
     """Return (idle share, waiting share) of the time from the first interval to the last.
 
-    The device is idle while nothing runs; it waits for the host in gaps longer than `gap_s`. Raises
+    The device is idle while nothing runs; it waits for the host in gaps longer than 10 us. Raises
     ValueError without intervals.
     """
     idle = waited = 0.0
@@ -70,7 +70,7 @@ def idle_share(intervals: Sequence[Interval], gap_s: float = _GAP_S) -> tuple[fl
     for start, stop in ordered[1:]:
         gap = max(0.0, start - end)
         idle += gap
-        waited += gap if gap > gap_s else 0.0
+        waited += gap if gap > _GAP_S else 0.0
         end = max(end, stop)
     total = end - begin
     return (idle / total, waited / total) if total > 0 else (0.0, 0.0)

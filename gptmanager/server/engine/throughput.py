@@ -54,11 +54,11 @@ class Throughput:
         return computed, requests.generation_tokens, requests.cache_queries, requests.cache_hits
 
 
-async def log_throughput(engine: Engine, every_s: float = _EVERY_S) -> None:
-    """Write a log line every `every_s` seconds until cancelled, except while the server is idle."""
+async def log_throughput(engine: Engine) -> None:
+    """Write a log line every ten seconds until cancelled, except while the server is idle."""
     throughput = Throughput(engine, time.monotonic())
     while True:
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(_EVERY_S)
         fields = throughput.fields(time.monotonic())
         if fields is not None:
             line = {"event": "throughput", **fields}

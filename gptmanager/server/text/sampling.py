@@ -225,13 +225,13 @@ def _common(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
     for name, ours in (("length_penalty", "len_penalty"), ("early_stopping", "early_stopping")):
         if name in given and width > 1:
             by_name[ours] = given[name]
-    by_name.update(_engine_ends(options, card))
+    by_name.update(_engine_ends(options))
     # an end that only the server finds needs a stream, so that it is found during generation
     by_name["is_streaming"] = width == 1 and (options.streams or options.is_ended_here)
     return by_name
 
 
-def _engine_ends(options: GenerationOptions, card: ModelCard) -> dict[str, Any]:
+def _engine_ends(options: GenerationOptions) -> dict[str, Any]:
     """Return the engine's parameters for the end of an output.
 
     Until an output has `min_tokens` tokens, the engine bans end tokens. The engine cannot ignore

@@ -56,8 +56,8 @@ def has_int8_unit() -> bool:
     return has_matrix_unit() and bool(cpu_features().get("amx-int8"))
 
 
-def _load(builder: Any, address: Any, kind: Any, align: int = 1) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+def _load(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
 
 
 def _store(builder: Any, value: Any, address: Any) -> None:
