@@ -233,6 +233,7 @@ ranks/                        one process per rank: its part of the model, and m
     small_tensors             all-gather of small tensors over sockets
     collectives               collectives of tensor and pipeline parallelism
     world                     this rank's number, and the addresses of the others
+    process_groups            the process groups of torch behind the collectives
 memory/                       tensors that outlive a step, and the checkpoint files
     untrusted_files           size and depth limits of checkpoint files (no torch)
     host_memory               pinned host memory
@@ -430,7 +431,8 @@ assembly/                     builds a loop from options and a checkpoint
     loading                   loads a checkpoint, natively or through transformers
     attention_trial           times attention of providers, and ours
     attention_choice          chooses who computes attention in each phase
-    ranks                     settings that all ranks must agree on
+    rank_options              options and checkpoints, which must be equal on all ranks
+    ranks                     connections to other ranks, and agreement on sizes
     backend                   device, kernels and memory of a model
     assemble                  builds a loop from checked options and a model
 recorder/                     recordings of a loop's inputs and decisions; the black box

@@ -1,49 +1,28 @@
-"""Functions that connect a rank to the others, and check that all have equal options and sizes."""
+"""`Ranks`: the connections of a rank to the others, over which all agree on equal sizes."""
 
 from __future__ import annotations
 
 import atexit
-import dataclasses
-import functools
 import gc
-import hashlib
-import os
-import platform
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
-from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-import torch
 
+from gptmanager.assembly.rank_options import check_options, compared_options
 from gptmanager.assembly.sizing import MemoryBudget, Sizes
 from gptmanager.config import ModelType, OptionalParams, ParallelConfig, SchedulerConfig
-from gptmanager.environment.distribution import VERSION
 from gptmanager.errors import ConfigError, RankError, response_text
 from gptmanager.executor.rank_executor import RankPlace
 from gptmanager.lifecycle.latch import Latch
 from gptmanager.lifecycle.log import logger
-from gptmanager.memory.tensor_sources import StateDict
-from gptmanager.models.checkpoint_parts import open_tensors, read_part
-from gptmanager.ranks.collectives import Collectives, GroupCollectives
+from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.links import Links, Message
-from gptmanager.ranks.small_tensors import connect_parts
-from gptmanager.ranks.world import BOOT_S, World, find_all, new_group
-
-# process groups time out this many seconds after links: the error of links names the failed rank
-_GROUP_GRACE_S = 5.0
-# options that may differ between ranks; all others are compared
-_MAY_DIFFER = (
-    *("black_box_path", "black_box_iterations", "black_box_bytes", "recording_path"),
-    *("on_progress", "callback_budget_s", "logits_post_processor_budget_s", "idle_poll_s"),
-    *("device", "restore_cb", "restore_processor_cb"),
-)
+from gptmanager.ranks.process_groups import GROUP_GRACE_S, ProcessGroups
+from gptmanager.ranks.world import BOOT_S, World, find_all
 
 
 class Ranks(NamedTuple):
@@ -65,7 +44,7 @@ class Ranks(NamedTuple):
         for a rank that hangs. So a thread keeps the groups alive until their work has timed out.
         """
         self.links.fail(error, response_text(error))
-        keep_s = self.links.timeout_s + _GROUP_GRACE_S
+        keep_s = self.links.timeout_s + GROUP_GRACE_S
         keep = threading.Thread(target=_keep_alive, args=(self.collectives, keep_s), daemon=True)
         keep.start()
 
@@ -167,20 +146,13 @@ def connect(
         on_failure=on_failure,
     )
     try:
-        own = {
-            **_versions(params),
-            **_field_values("OptionalParams", params, _MAY_DIFFER),
-            **_field_values("SchedulerConfig", scheduler, ()),
-            "model_type": model_type.name,
-            "max_beam_width": max_beam_width,
-            **_checkpoint_digests(source),
-            **callbacks,
-        }
+        options = compared_options(params, scheduler, model_type, max_beam_width, source)
+        own = {**options, **callbacks}
         given = {"host": socket.gethostname(), "own": own}
         answers = [orjson.loads(it) for it in links.exchange(orjson.dumps(given, default=repr))]
-        _compare(links, [answer["own"] for answer in answers])
+        check_options(links, [answer["own"] for answer in answers])
         is_cuda = (params.device or "").startswith("cuda")
-        groups = _ProcessGroups(store, links, config.timeout_s, "nccl" if is_cuda else "gloo")
+        groups = ProcessGroups(store, links, config.timeout_s, "nccl" if is_cuda else "gloo")
         links.abort_collectives = groups.abort
         collectives = groups.collectives(world, params)
         local = [rank for rank, it in enumerate(answers) if it["host"] == given["host"]]
@@ -240,153 +212,3 @@ class ResultChannel:
         if frame is None or frame.kind != Message.RESULT:
             raise RankError(f"rank 0 sent message {frame and frame.kind}, expected RESULT")
         return frame.payload
-
-
-class _ProcessGroups:
-    """A maker of torch process groups that are independent of the program's own groups."""
-
-    def __init__(self, store: Any, links: Links, timeout_s: float, backend: str) -> None:
-        self._store, self._links = store, links
-        self._made: list[Any] = []
-        self._timeout_s, self._backend = timeout_s, backend
-
-    def collectives(self, world: World, params: OptionalParams) -> Collectives:
-        layout, config = world.layout, params.parallel_config
-        assert config is not None
-        stage, part, parts = layout.stage, layout.part, layout.tensor_parallel_size
-        # joined in the order of stages, so that ranks cannot wait for each other in a cycle
-        previous = None if stage == 0 else self._new(f"to-{stage}-{part}", 1, 2)
-        following = None if layout.is_last_stage else self._new(f"to-{stage + 1}-{part}", 0, 2)
-        own_stage = self._new(f"stage-{stage}", part, parts) if parts > 1 else None
-        wait: Callable[[Any], None] = self._links.wait
-        small = None
-        if self._backend == "nccl":
-            wait = _enqueue
-        elif parts > 1:
-            own = self._store, part, parts, self._links, self._timeout_s
-            small = connect_parts(*own, prefix=f"stage-{stage}")
-        return GroupCollectives(
-            *(layout, own_stage, previous, following, wait),
-            replicates=config.replicate_logits_post_processors,
-            deterministic=params.deterministic,
-            small_tensors=small,
-        )
-
-    def _new(self, name: str, rank: int, size: int) -> Any:
-        timeout_s = self._timeout_s + _GROUP_GRACE_S
-        make = functools.partial(
-            new_group,
-            *(self._store, name, rank, size, timeout_s, self._backend, self._links.address),
-        )
-        joining = _JoiningGroup(make)
-        self._links.wait(joining, f"its process group {name}")
-        self._made.append(joining.group)
-        return joining.group
-
-    def abort(self) -> None:
-        """End the work that CUDA streams wait for, after a rank has failed.
-
-        On a CPU the waiting threads notice the failure themselves.
-        """
-        if self._backend == "nccl":
-            for group in self._made:
-                group.abort()
-
-
-class _JoiningGroup:
-    """A process group that a thread joins, so that `Links.wait` can wait for the group.
-
-    torch itself would not notice that another rank has died.
-    """
-
-    group: Any
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._made: Future[Any] = Future()
-        threading.Thread(target=self._join, args=(make,), daemon=True).start()
-
-    def is_completed(self) -> bool:
-        return self._made.done()
-
-    def wait(self, timeout: timedelta) -> None:
-        """Wait for the group. Raise the error of joining, or RuntimeError if it takes too long."""
-        try:
-            self.group = self._made.result(timeout.total_seconds())
-        except TimeoutError as error:
-            raise RuntimeError("the group is not joined yet") from error
-
-    def _join(self, make: Callable[[], Any]) -> None:
-        try:
-            self._made.set_result(make())
-        except Exception as error:
-            self._made.set_exception(error)
-
-
-def _enqueue(work: Any) -> None:
-    """Make the current CUDA stream wait for `work`; the thread does not wait."""
-    work.wait()
-
-
-def _compare(links: Links, given: list[dict[str, Any]]) -> None:
-    first = given[0]
-    for rank, own in enumerate(given):
-        for name in dict.fromkeys((*first, *own)):
-            here, there = own.get(name, "nothing"), first.get(name, "nothing")
-            if here != there:
-                links.blame(rank, f"differs from rank 0: {name} = {here!r}, not {there!r}")
-
-
-def _versions(params: OptionalParams) -> dict[str, Any]:
-    return {
-        "version of gptmanager": VERSION,
-        "version of torch": torch.__version__,
-        "version of Python": platform.python_version(),
-        "kind of OptionalParams.device": (params.device or "cpu").partition(":")[0],
-    }
-
-
-def _field_values(name: str, config: Any, left_out: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of a configuration and of nested configurations, as JSON values.
-
-    Enums and functions become their names, other objects the names of their types.
-    """
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in left_out:
-            continue
-        if dataclasses.is_dataclass(value):
-            found |= _field_values(type(value).__name__, value, left_out)
-        elif isinstance(value, Enum):
-            found[f"{name}.{field.name}"] = value.name
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            found[f"{name}.{field.name}"] = value
-        else:
-            found[f"{name}.{field.name}"] = getattr(value, "__qualname__", type(value).__name__)
-    return found
-
-
-def _checkpoint_digests(source: Any) -> dict[str, str]:
-    """Return digests of a checkpoint's config and of its tensors' headers."""
-    if isinstance(source, tuple) and len(source) == 2:
-        config, tensors = repr(sorted(source[0].items(), key=str)).encode(), StateDict(source[1])
-        headers = tensors.describe()
-    elif isinstance(source, (str, os.PathLike)):
-        own = read_part(source, "config.json")
-        if own is None:  # if it is missing on every rank, loading reports it
-            file = Path(source, "config.json").absolute()
-            return {"digest of config.json": f"none: the file {file} does not exist"}
-        config = repr(own).encode()
-        opened = open_tensors(source)
-        headers = opened.describe()
-        opened.close()
-    else:
-        raise ConfigError(
-            f"model_path is a {type(source).__name__}, but must be a checkpoint: each of several "
-            "ranks loads a part of it, and a Model object cannot be split"
-        )
-    named = repr(sorted((name, *info) for name, info in headers.items())).encode()
-    return {
-        "digest of config.json": hashlib.sha256(config).hexdigest()[:16],
-        "digest of the checkpoint's tensor headers": hashlib.sha256(named).hexdigest()[:16],
-    }

@@ -129,26 +129,3 @@ def _check_size(parts: int, stages: int, size: int, where: str) -> None:
             f"ParallelConfig.tensor_parallel_size = {parts} x pipeline_parallel_size = {stages} "
             f"need {parts * stages} ranks, but {where} has {size}"
         )
-
-
-def new_group(
-    store: Any, name: str, rank: int, size: int, timeout_s: float, backend: str, address: str
-) -> Any:
-    """Return a new process group of `size` ranks, in which this process is number `rank`.
-
-    `backend` is "gloo" or "nccl". `address` is where the other ranks can reach this rank. Only gloo
-    uses it: without it, gloo would use the address of the host name, even if that address is valid
-    only on this machine. GLOO_SOCKET_IFNAME, if it is set, selects an interface for gloo instead.
-    nccl uses NCCL_SOCKET_IFNAME.
-    """
-    own, timeout = dist.PrefixStore(name, store), timedelta(seconds=timeout_s)
-    if backend == "gloo":
-        if "GLOO_SOCKET_IFNAME" in os.environ:
-            return dist.ProcessGroupGloo(own, rank, size, timeout)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        return dist.ProcessGroupGloo(own, rank, size, options)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(own, rank, size, options)

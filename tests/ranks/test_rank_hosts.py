@@ -31,7 +31,7 @@ from gptmanager import (
     ParallelConfig,
     SchedulerConfig,
 )
-from gptmanager.assembly import ranks
+from gptmanager.assembly import rank_options, ranks
 from gptmanager.assembly.backend import CpuBackend
 from gptmanager.errors import ConfigError, RankError
 from gptmanager.host.rank_answers import answers_difference, answers_of
@@ -541,7 +541,7 @@ def test_a_folder_that_one_rank_lacks_is_named(monkeypatch, tmp_path):
 def test_another_version_is_a_difference(monkeypatch):
     versions = iter(["1.0", "1.1"])
     platform = SimpleNamespace(python_version=lambda: next(versions))
-    monkeypatch.setattr(ranks, "platform", platform)
+    monkeypatch.setattr(rank_options, "platform", platform)
     first, second = start_all(monkeypatch, 2, new_hosts())
     assert str(first) == str(second)
     assert "rank 1 differs from rank 0: version of Python = '1." in str(first)
