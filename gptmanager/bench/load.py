@@ -149,8 +149,7 @@ def random_llama(
     """
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: _draw(name, shape, generator, dtype, "cpu")
-        for name, shape in _shapes(config).items()
+        name: _draw(name, shape, generator, dtype, "cpu") for name, shape in _shapes(config).items()
     }
 
 
