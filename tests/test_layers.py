@@ -433,7 +433,9 @@ assembly/                     builds a loop from options and a checkpoint
     attention_choice          chooses who computes attention in each phase
     rank_options              options and checkpoints, which must be equal on all ranks
     ranks                     connections to other ranks, and agreement on sizes
-    backend                   device, kernels and memory of a model
+    backend                   device, kernels and memory of a model: what all devices share
+    cpu_backend               the same on a CPU
+    device_backend            the same on a GPU or the emulator
     assemble                  builds a loop from checked options and a model
 recorder/                     recordings of a loop's inputs and decisions; the black box
     requests                  requests in a recording, as JSON

@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from gptmanager.assembly.adapter_sizing import AdapterSizes, adapter_sizes
-from gptmanager.assembly.backend import StepOptions, place
+from gptmanager.assembly.backend import Backend, StepOptions
 from gptmanager.assembly.blueprint import Blueprint
+from gptmanager.assembly.cpu_backend import CpuBackend
+from gptmanager.assembly.device_backend import DeviceBackend
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.assembly.sizing import MemoryBudget, Sizes, size
 from gptmanager.assembly.stateful import refuse_for_states, settle_reuse, without_states
 from gptmanager.config import CapacitySchedulerPolicy, ModelType, OptionalParams, SchedulerConfig
+from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream, Stream
 from gptmanager.decoding.lines import Lines
 from gptmanager.decoding.processors.logits import PostProcessing
 from gptmanager.environment.machine.memory import free_memory_bytes
@@ -162,3 +165,19 @@ def _weights_version(model: Any) -> Callable[[], int]:
     weights: Any = getattr(model, "weights", None)
     # a model without a version gets `int`: int() is always 0
     return functools.partial(getattr, weights, "version") if hasattr(weights, "version") else int
+
+
+def place(params: OptionalParams, local_rank: int | None = None) -> Backend:
+    """Return the backend for `OptionalParams.device`.
+
+    If the device is "cuda" without a number, its number is `local_rank`, the rank's number on this
+    machine. Raise ConfigError if the device does not exist.
+    """
+    kind = (params.device or "cpu").partition(":")[0]
+    if kind == "cpu":
+        return CpuBackend(params)
+    name = params.device or ""
+    if name == "cuda" and local_rank is not None:
+        name = f"cuda:{local_rank}"
+    stream: Stream = EmulatedStream() if kind == "emulator" else DeviceStream(name)
+    return DeviceBackend(stream, params)

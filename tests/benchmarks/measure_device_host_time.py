@@ -13,7 +13,7 @@ import statistics
 import sys
 
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
-from gptmanager.assembly import backend
+from gptmanager.assembly import assemble
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.device.streams import EmulatedStream
 from gptmanager.cuda.sampling import sampling
@@ -68,7 +68,7 @@ def microseconds(batch_size: int) -> float:
 
 
 def main(batch_sizes: list[int]) -> None:
-    backend.EmulatedStream = FreeStream
+    assemble.EmulatedStream = FreeStream
     sampling.sample = lambda launcher, tokens, inputs, *rest, **named: (
         tokens.zero_(),
         inputs.zero_(),

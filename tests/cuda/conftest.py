@@ -14,7 +14,7 @@ from separate_device import DeviceTensor, SeparateDevice, SeparateStream, move_m
 from sticky_errors import StickyErrors
 
 from gptmanager.assembly import assemble as assembly
-from gptmanager.assembly.backend import DeviceBackend
+from gptmanager.assembly.device_backend import DeviceBackend
 from gptmanager.cuda import emulator
 from gptmanager.cuda.device.launch import DeviceLauncher
 from gptmanager.decoding.processors import raw_kernel

@@ -8,7 +8,7 @@ import pytest
 from devices import finals, prompt, there_is
 
 from gptmanager import InferenceRequest, KvCacheConfig
-from gptmanager.assembly import backend
+from gptmanager.assembly import assemble
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.device.streams import EmulatedStream
 
@@ -30,7 +30,7 @@ KINDS = {
 def test_no_kernel_of_a_step_has_a_race(kind, order, monkeypatch):
     device = there_is("emulator")
     launcher = EmulatorLauncher(check=True, order=order)
-    monkeypatch.setattr(backend, "EmulatedStream", lambda: EmulatedStream(launcher))
+    monkeypatch.setattr(assemble, "EmulatedStream", lambda: EmulatedStream(launcher))
     requests = [
         # two of each, of which one fills its lines of the tables
         InferenceRequest.from_tokens(2 * i + j, prompt(9 * i + j, 19), 5 - j, **options)

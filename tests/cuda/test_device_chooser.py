@@ -12,7 +12,7 @@ import torch
 from devices import check_same, finals, prompt, set_token_sizes
 
 from gptmanager import InferenceRequest
-from gptmanager.assembly import backend
+from gptmanager.assembly import assemble
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.device import downloads
@@ -72,7 +72,7 @@ def watched(device, request, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(backend, "DeviceStream", make)
+    monkeypatch.setattr(assemble, "DeviceStream", make)
     for name in ("forward", "sample"):
         monkeypatch.setattr(TorchExecutor, name, inside(getattr(TorchExecutor, name)))
     return streams

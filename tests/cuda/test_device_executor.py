@@ -20,7 +20,7 @@ from gptmanager import (
     ModelType,
     OptionalParams,
 )
-from gptmanager.assembly.backend import DeviceBackend
+from gptmanager.assembly.device_backend import DeviceBackend
 from gptmanager.callbacks import BannedTokens, TokenBias, Watermark
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.device.downloads import Downloads

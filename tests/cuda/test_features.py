@@ -14,7 +14,7 @@ from ptx_text import ptx_of
 from requirements import skip
 
 from gptmanager import InferenceRequest, KvCacheConfig, OptionalParams
-from gptmanager.assembly.backend import DeviceBackend
+from gptmanager.assembly.device_backend import DeviceBackend
 from gptmanager.cuda import moe
 from gptmanager.cuda.attention.context_attention import PROGRAM as CONTEXT
 from gptmanager.cuda.attention.generation_attention import PROGRAM as GENERATION

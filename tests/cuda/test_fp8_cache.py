@@ -17,7 +17,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.assembly.backend import place
+from gptmanager.assembly.assemble import place
 from gptmanager.errors import ConfigError
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 

@@ -26,8 +26,8 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.assembly import backend as backends
-from gptmanager.assembly.backend import DeviceBackend
+from gptmanager.assembly import device_backend
+from gptmanager.assembly.device_backend import DeviceBackend
 from gptmanager.cuda.device.device import find_cupy
 from gptmanager.errors import ConfigError
 from gptmanager.testing import ContractChecker, RecordingCallbacks
@@ -175,7 +175,7 @@ def test_recorded_steps_give_the_tokens_of_launched_ones(kernel_device, monkeypa
         sizes.append(most)
         return ()
 
-    monkeypatch.setattr(backends, "ladder", no_ladder)
+    monkeypatch.setattr(device_backend, "ladder", no_ladder)
     launched = serve(kernel_device, [*greedy(3), *seconds()])
     assert sizes == [4] and recorded.tokens() == launched.tokens()
 

@@ -14,7 +14,8 @@ from devices import LLAMA, there_is
 from kernel_values import close, exact, randn, rounded
 from rank_links import at_once, linked
 
-from gptmanager import OptionalParams, assembly
+from gptmanager import OptionalParams
+from gptmanager.assembly import device_backend
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.cuda.device.streams import DeviceStream, EmulatedStream
@@ -292,7 +293,7 @@ class TimedStream(EmulatedStream):
 
 
 def test_ranks_share_what_they_have_timed_when_they_load(toolchain, monkeypatch):
-    monkeypatch.setattr(assembly.backend, "DeviceStream", TimedStream)
+    monkeypatch.setattr(device_backend, "DeviceStream", TimedStream)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
     shared = []
 
@@ -301,7 +302,7 @@ def test_ranks_share_what_they_have_timed_when_they_load(toolchain, monkeypatch)
         return {name: [(rows, OWN) for rows, _ in engines] for name, engines in table.items()}
 
     params = OptionalParams(device="emulator")
-    backend = assembly.backend.DeviceBackend(TimedStream(), params)
+    backend = device_backend.DeviceBackend(TimedStream(), params)
     ranks = SimpleNamespace(collectives=None, share_matmuls=share)
     model = backend.load((LLAMA, random_state(LLAMA)), params, ranks)
     (table,) = shared

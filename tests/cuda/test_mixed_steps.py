@@ -10,7 +10,7 @@ from devices import LLAMA, check_same, checkpoint, finals, prompt, set_token_siz
 from mixed_schedules import from_tokens
 
 from gptmanager import KvCacheConfig, ModelType, OptionalParams
-from gptmanager.assembly.backend import DeviceBackend
+from gptmanager.assembly.device_backend import DeviceBackend
 from gptmanager.config import PromptLookup
 from gptmanager.cuda.attention.context_attention import max_num_context_items, plan_context
 from gptmanager.cuda.device.downloads import Downloads

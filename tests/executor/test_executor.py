@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import gptmanager
 from gptmanager import OptionalParams
-from gptmanager.assembly.backend import CpuBackend, StepOptions
+from gptmanager.assembly.backend import StepOptions
+from gptmanager.assembly.cpu_backend import CpuBackend
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.decoding.lines import Lines
 from gptmanager.executor.packed_rows import offsets

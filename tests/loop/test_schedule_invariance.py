@@ -27,8 +27,9 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.assembly.backend import CpuBackend, StepOptions
+from gptmanager.assembly.backend import StepOptions
 from gptmanager.assembly.blueprint import Blueprint, build_loop
+from gptmanager.assembly.cpu_backend import CpuBackend
 from gptmanager.assembly.options import checked_optional_params
 from gptmanager.assembly.sizing import size
 from gptmanager.decoding.lines import Lines

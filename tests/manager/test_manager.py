@@ -29,7 +29,7 @@ from gptmanager import (
     ModelType,
     SchedulerConfig,
 )
-from gptmanager.assembly.backend import CpuBackend
+from gptmanager.assembly.cpu_backend import CpuBackend
 from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError
 from gptmanager.host import retries
 from gptmanager.host.callback_host import CallbackHost

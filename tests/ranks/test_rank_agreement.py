@@ -13,7 +13,7 @@ from rank_links import at_once, linked, outcome
 
 from gptmanager import ModelType, OptionalParams, ParallelConfig, SchedulerConfig
 from gptmanager.assembly import ranks as assembly_ranks
-from gptmanager.assembly.backend import CpuBackend
+from gptmanager.assembly.cpu_backend import CpuBackend
 from gptmanager.assembly.ranks import Ranks
 from gptmanager.assembly.sizing import MemoryBudget
 from gptmanager.errors import RankError

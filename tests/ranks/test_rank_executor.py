@@ -32,8 +32,11 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
-from gptmanager.assembly.backend import CpuBackend, DeviceBackend, StepOptions, place
+from gptmanager.assembly.assemble import place
+from gptmanager.assembly.backend import StepOptions
 from gptmanager.assembly.blueprint import Blueprint, build_loop
+from gptmanager.assembly.cpu_backend import CpuBackend
+from gptmanager.assembly.device_backend import DeviceBackend
 from gptmanager.assembly.options import checked_optional_params
 from gptmanager.assembly.sizing import size
 from gptmanager.config import ParallelConfig, PromptLookup

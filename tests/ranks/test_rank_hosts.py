@@ -32,7 +32,7 @@ from gptmanager import (
     SchedulerConfig,
 )
 from gptmanager.assembly import rank_options, ranks
-from gptmanager.assembly.backend import CpuBackend
+from gptmanager.assembly.cpu_backend import CpuBackend
 from gptmanager.errors import ConfigError, RankError
 from gptmanager.host.rank_answers import answers_difference, answers_of
 from gptmanager.lifecycle.state import ManagerState
