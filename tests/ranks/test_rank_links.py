@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +23,7 @@ from gptmanager.environment.machine.loopback import is_loopback
 from gptmanager.errors import RankError
 from gptmanager.lifecycle import clock
 from gptmanager.ranks import links as own_links
+from gptmanager.ranks import watch as own_watch
 from gptmanager.ranks.frames import Frames, Wakener
 from gptmanager.ranks.links import Links, Message
 from gptmanager.ranks.meeting import Channel, _Reception, call, meet
@@ -501,10 +503,29 @@ def test_resting_longer_than_the_timeout_is_no_failure():
         assert [it.failure for it in links] == [None] * 3
 
 
-def test_the_shortest_timeout_is_one():
-    with linked(3, timeout_s=0.1) as links:
-        time.sleep(0.3)
-        assert [it.failure for it in links] == [None] * 3
+def test_with_the_shortest_timeout_a_rank_is_heard_of_four_times_within_it(monkeypatch):
+    now, beats = [0.0], []
+
+    def poll(milliseconds):
+        now[0] += milliseconds / 1000
+        watch._is_closing = now[0] > 1
+        return []
+
+    def send(kind, message):  # the other rank answers at once
+        beats.append(now[0])
+        watch._heard[1] = now[0]
+
+    polls = SimpleNamespace(register=lambda *_: None, poll=poll)
+    monkeypatch.setattr(own_watch, "select", SimpleNamespace(poll=lambda: polls, POLLIN=1))
+    monkeypatch.setattr(own_watch, "monotonic", lambda: now[0])
+    bell = Wakener()
+    watch = Watch(0, 0.1, bell, lambda: None)
+    watch._connections = {1: SimpleNamespace(fileno=lambda: 99, send=send)}
+    watch._heard = {1: 0.0}
+    watch._watch()
+    assert watch.failure is None
+    assert max(after - before for before, after in pairwise(beats)) < 0.027
+    bell.close()
 
 
 def test_a_watch_that_breaks_ends_its_rank_and_the_others():
