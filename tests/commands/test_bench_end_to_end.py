@@ -8,6 +8,7 @@ import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,7 +34,13 @@ from gptmanager.bench.end_to_end.serving_parts import (
     trace_steps,
 )
 from gptmanager.bench.engine import IterationLog, Session
-from gptmanager.bench.load import RandomLlama, random_llama, read_checkpoint, uniform_requests
+from gptmanager.bench.load import (
+    LLAMA_8B,
+    RandomLlama,
+    random_llama,
+    read_checkpoint,
+    uniform_requests,
+)
 from gptmanager.bench.peers.transformers_peer import TooSlow, TransformersPeer
 from gptmanager.bench.roofline import Ceilings, ModelShape
 from gptmanager.bench.table import end_to_end_table
@@ -165,6 +172,51 @@ def test_random_weights_and_parts(monkeypatch):
     assert report["model"]["weights"] == "random"
     with pytest.raises(ConfigError, match="--only chek: must be one of check, "):
         bench_end_to_end(replace(options, only=("chek",)))
+
+
+def test_goals_are_set_for_the_8b_model_on_a_gpu(monkeypatch):
+    """Time of a step with 1024 tokens, and of the load without streaming."""
+    asked = []
+
+    def noted(target, requests=None, **given):
+        asked.append(tuple(given.values()))
+        return {}
+
+    for name in ("time_steps", "trace_steps", "time_load"):
+        monkeypatch.setattr(end_to_end, name, noted)
+    stub = SimpleNamespace(trace=True)
+    monkeypatch.setattr(workbench.Workbench, "target", lambda self, size=None: stub)
+    monkeypatch.setattr(workbench.Workbench, "requests", [([1], 1)])
+
+    def run(config, **options):
+        bench = workbench.Workbench(EndToEndOptions("cpu", scale=workbench.GPU_SCALE, **options))
+        bench.config = config
+        parts = end_to_end.Parts(bench, Budget(), [])
+        rows = [*parts.steps(), *parts.load()]
+        assert len(rows) == len(asked)
+        found, asked[:] = asked[:], []
+        return found
+
+    short = [(1, 1024, 64, 1.25), (32, 1024, 64, 1.25), (128, 1024, 64, 1.25)]
+    long = [(batch, 4096, 64, None) for batch, *_ in short]
+    loads = [(False, 1.43), (True, None)]
+    trace = (256, 1024, 4 * 64)
+    assert run(LLAMA_8B) == [*short, (256, 1024, 64, 1.25), *long, trace, *loads]
+    quick = [(batch, 1024, 16, None) for batch in (1, 32, 128, 256)]
+    assert run({**LLAMA_8B}, quick=True) == [*quick, (256, 1024, 4 * 16), (False, None)]
+
+
+def test_the_order_of_the_parts():
+    def names(**options):
+        given = {"scale": SMALL, "ablations": ("int8",), **options}
+        return end_to_end._part_names(workbench.Workbench(EndToEndOptions("cpu", **given)))
+
+    usual = ["check", "steps", "load", "ablations", "transformers"]
+    assert names() == [*usual, "saturated", "pressure"]
+    assert names(scale=replace(SMALL, saturated=())) == [*usual, "pressure"]
+    assert names(quick=True) == usual
+    assert names(quick=True, only=("steps", "pressure")) == ["steps", "pressure", "ablations"]
+    assert names(ablations=(), only=("load",)) == ["load"]
 
 
 def test_no_time_left(folder):
