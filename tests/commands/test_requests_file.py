@@ -140,6 +140,7 @@ USER = {"role": "user", "content": "17 + 25 ="}
 @pytest.fixture(scope="module")
 def chats():
     found = ChatPrompts(TINY_LLAMA)
+    found.render([USER])  # starts the process of the template, whichever tests run
     yield found
     found.close()
     with pytest.raises(ValueError):  # the process of the template has ended

@@ -29,6 +29,7 @@ from gptmanager.bench import (
     random_llama,
     run_manager,
 )
+from gptmanager.bench.peers import vllm_cpu_script
 from gptmanager.bench.peers.transformers_peer import TooSlow
 from gptmanager.errors import ConfigError, GptManagerError
 
@@ -342,6 +343,17 @@ def test_a_setting_of_the_environment_is_reported_and_kept(fake_vllm, notes, tmp
     environment = json.loads((notes / "vllm.json").read_text())["environment"]
     assert environment["HF_HUB_OFFLINE"] == "0"
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+
+
+def test_the_peer_ends_with_its_parent(tmp_path):
+    """Even if nobody could tell it to: the end of its standard input is enough."""
+    (tmp_path / "vllm.py").write_text("print(flush=True)\nimport time\ntime.sleep(600)\n")
+    pipes = dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-S", vllm_cpu_script.__file__]
+    with Child(command, env={"PYTHONPATH": str(tmp_path)}, start_new_session=True, **pipes) as own:
+        own.stderr.readline()  # it runs
+        own.stdin.close()
+        assert own.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -24,7 +24,7 @@ from gptmanager.journal.segments import JournalFolder
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.testing import RecordingCallbacks
 
-RESERVE = segments._RESERVE_BYTES
+RESERVE = 4 << 20
 
 
 class SmallDisk:

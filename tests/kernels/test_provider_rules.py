@@ -16,6 +16,7 @@ from gptmanager.assembly.attention_choice import choose
 from gptmanager.assembly.attention_trial import StepLimits
 from gptmanager.assembly.loading import _refuse_for_transformers
 from gptmanager.assembly.options import checked_optional_params
+from gptmanager.assembly.provider_options import is_foreign
 from gptmanager.cuda.attention import flashinfer_attention, provider_libraries
 from gptmanager.cuda.attention.flash_attention import FlashAttention
 from gptmanager.cuda.attention.flashinfer_attention import FlashInferAttention
@@ -34,6 +35,12 @@ CUDA = torch.device("cuda")
 
 class OnReference(ProvidedKernels, Kernels):
     pass
+
+
+def test_what_attention_is_not_ours():
+    """Statistics name it, and V1 and Model objects refuse it."""
+    providers = ("own", "auto", "flashinfer", "flash_attn", HostAttention())
+    assert [is_foreign(it) for it in providers] == [False, False, True, True, True]
 
 
 class Linear:

@@ -94,3 +94,4 @@ def test_a_pool_asks_for_huge_pages():
 def test_a_pool_needs_no_huge_pages(monkeypatch):
     monkeypatch.setattr(memory, "_HUGE_PAGES", None)
     assert KvPool([PageShape(2, 64)], 256, 64).nbytes == 2 * 256 * 2 * 64 * 64 * 4
+    assert memory.zeroed_memory(5)[:] == bytes(5)  # for weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from gptmanager import (
 )
 from gptmanager.assembly.options import checked_optional_params
 from gptmanager.assembly.sizing import MemoryBudget, size
+from gptmanager.assembly.stateful import without_states
 from gptmanager.errors import ConfigError
+from gptmanager.memory.slot_states import StateShape
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
@@ -223,3 +226,15 @@ def test_the_rings_of_the_default_pool_serve_a_full_batch_side_by_side():
     records = [json.loads(record) for record in host.statistics]
     assert records[0]["Max KV cache blocks"] == 2 * 3
     assert max(record["Used KV cache blocks"] for record in records) == 2 * 3
+
+
+def test_states_leave_the_rest_of_the_memory(caplog):
+    """A slot has a state, and with run-ahead each request may need two slots."""
+    caplog.set_level(logging.INFO, "gptmanager")
+    spec = SimpleNamespace(states=[StateShape((1 << 15,)), StateShape((1 << 15,), torch.float16)])
+    needed = 8 * (4 + 2 << 15)
+    params = OptionalParams(max_batch_size=4, run_ahead=1)
+    assert without_states(MemoryBudget(needed + 1), spec, params).free_bytes == 1
+    assert "a state of 196608 bytes for each sequence: 1.50 MiB for 8 sequences" in caplog.text
+    with pytest.raises(ConfigError, match=f"= 4: the states of 8 sequences need {needed} bytes"):
+        without_states(MemoryBudget(needed), spec, params)

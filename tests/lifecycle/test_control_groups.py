@@ -159,6 +159,11 @@ def test_cores_within_a_quota(machine, monkeypatch, quota, schedulable, count):
     assert num_cores(machine.root) == count
 
 
+def test_cores_of_this_process(monkeypatch):
+    monkeypatch.setattr(cores.os, "sched_getaffinity", {0: {1, 3, 5}, 1: {2}}.__getitem__)
+    assert cores.num_schedulable() == 3
+
+
 def test_free_memory_is_within_the_limit(monkeypatch):
     monkeypatch.setattr(memory, "memory_left", lambda: 5.0)
     assert memory.free_memory_bytes() == 5
