@@ -142,10 +142,10 @@ def test_two_answers_differ_only_with_sampling(options, samples):
 
 
 def test_what_is_refused_is_one_sentence_and_the_rest_is_answered(chat):
-    lines = ["/fork 1 + 1 =", "/nope", "1 " * 600, "17 + 25 ="]
+    lines = ["/fork 1 + 1 =", "/nope", "1 " * 600, "1 " * 256, "17 + 25 ="]
     code, out, err = chat("\n".join(lines), *GREEDY)
     assert (code, out) == (1, " 42\n")
-    same, unknown, long = err.splitlines()
+    same, unknown, long, full = err.splitlines()
     assert same.startswith("gptmanager: two answers would be the same without sampling")
     assert unknown == "gptmanager: unknown command '/nope': /help lists the commands"
     assert long == (
@@ -153,6 +153,7 @@ def test_what_is_refused_is_one_sentence_and_the_rest_is_answered(chat):
         "511 to leave room for an answer: shorten the message, or begin a new conversation with "
         "/clear"
     )
+    assert full == long.replace("1,200", "512")
     code, out, err = chat("/fork")
     assert (code, out) == (1, "")
     assert err == "gptmanager: /fork needs a message, because none has been answered yet\n"

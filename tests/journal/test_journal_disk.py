@@ -24,7 +24,7 @@ from gptmanager.journal.segments import JournalFolder
 from gptmanager.lifecycle.state import ManagerState
 from gptmanager.testing import RecordingCallbacks
 
-RESERVE = 4 << 20
+RESERVE = segments._RESERVE_BYTES
 
 
 class SmallDisk:
@@ -88,6 +88,15 @@ def test_a_new_journal_that_does_not_fit_is_named_and_unlocked(tmp_path, disk, f
             JournalError, match=f"cannot write .*{tmp_path}/journal.*: No space left"
         ):
             JournaledRun(tmp_path / "journal", [], on_full="refuse")
+
+
+def test_the_reserve_has_4_mib_on_the_disk(tmp_path):
+    folder = JournalFolder(tmp_path)
+    folder.take_reserve()
+    assert (tmp_path / "reserve").stat().st_blocks * 512 >= 4 << 20
+    folder.free_reserve()
+    folder.free_reserve()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_while_the_disk_is_full_requests_are_refused_and_the_running_ones_end(tmp_path, disk):

@@ -271,6 +271,17 @@ def read(data):
         return False
 
 
+def test_an_error_of_an_unknown_class_keeps_its_text():
+    class Unknown(errors.AdapterError):
+        """Such as that of a host."""
+
+    failures = (Failure(3, Unknown("x")), Failure(4, errors.AdapterError("x")))
+    message = Unpacker()(pack(IntakeMessage(Intake(0.0, failures=failures), 0, 0, False)))
+    unknown, known = (it.error for it in message.intake.failures)
+    assert str(unknown) == "Unknown: x"
+    assert isinstance(known, errors.AdapterError) and str(known) == "x"
+
+
 def test_a_message_that_is_cut_off_is_a_rank_error():
     assert read(SAMPLE)
     assert not any(read(SAMPLE[:end]) for end in range(len(SAMPLE)))

@@ -404,10 +404,11 @@ def test_refusals_come_before_the_first_event(client, body, param, message, stre
             "8448 characters are given, at most 8192 are",
         ),
         ({"prompt": ["a"] * 1024, "n": 128}, None, "the call makes 131072 requests"),
-        ({"x" * 5000: 1}, "x" * 1000 + "...", "'xx"),
+        ({"x" * 1001: 1}, "x" * 1000 + "...", "'xx"),
+        ({"x" * 1000: 1}, "x" * 1000, "'xx"),
         ({"guided_grammar": "a" * 5000}, "guided_grammar", "..."),
     ],
-    ids=["long word", "long words", "many", "long name", "long grammar"],
+    ids=["long word", "long words", "many", "long name", "longest name", "long grammar"],
 )
 def test_what_is_too_much_is_refused_in_few_words(client, body, param, message):
     error = refusal(client.post("/v1/completions", json={"prompt": "a", **body}), 400)
