@@ -191,7 +191,8 @@ class CachingBlockPool(BlockPool):
 
     def _offload(self, block: int, host: HostTier) -> None:
         num_tokens, priority = self.tree.num_tokens(block), self.tree.priority(block)
-        if num_tokens < max(1, host.min_tokens) or priority < host.min_priority:
+        # NOT_CACHED is below `min_priority`, which is at least 0
+        if num_tokens < host.min_tokens or priority < host.min_priority:
             return
         if not host.free:
             oldest = self._first(host.queue, self.tree.is_leaf)

@@ -54,6 +54,7 @@ def test_layers_of_other_shapes_have_pages_of_their_own():
     for shape, (keys, values) in zip(shapes, pool.layers, strict=True):
         assert keys.shape == (3, shape.num_kv_heads, shape.head_dim, 5)
         assert torch.equal(keys.mT, values) is not shape.has_values
+        assert keys.is_contiguous() is shape.has_values  # [head_dim, tokens] in memory
     pool.copy([BlockCopy(0, 4, 2), BlockCopy(4, 2, 2)])
     for number, (_, values) in enumerate(pool.layers):
         assert (values[2, :, :2] == number + 10).all()

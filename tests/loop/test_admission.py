@@ -260,6 +260,9 @@ def test_what_changes_the_logits_is_read():
 
 def test_what_is_wanted_besides_tokens():
     assert not accept().has_extras
+    for wanted in ("log_probs", "generation_logits", "context_logits"):
+        assert accept(**{f"return_{wanted}": True}).has_extras
+    assert accept(num_top_log_probs=1).has_extras and accept(num_prompt_log_probs=0).has_extras
     assert accept(return_log_probs=[True]).output.config == OutputConfig(log_probs=True)
     assert accept(return_context_logits=1).output.config == OutputConfig(context_logits=True)
     flags = {"gather_context_logits": True, "gather_generation_logits": True}
@@ -320,6 +323,9 @@ def test_defaults():
     assert accept(end_id=5).output.pad_id == 5
     assert accept(end_id=5, pad_id=9).output.pad_id == 9
     assert accept(random_seed=np.uint64(2**64 - 1)).sampling.seed == 2**64 - 1
+    for client_id in (None, 0, 2**64 - 1):
+        given = InferenceRequest.from_tokens(1, [1], 1, client_id=client_id)
+        assert admit(given, LIMITS, 0.0).client_id == client_id
 
 
 def test_derived_seeds_differ_by_request_and_by_manager():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from checkpoints import checkpoint, new_model
 from family_adapters import adapted_logits, plain_logits, save_family_adapter
 from family_configs import FAMILY_CONFIGS, VARIANTS
 from family_runs import family_folder
@@ -28,6 +29,21 @@ def test_layers_that_share_keys_and_values_stay_in_one_stage() -> None:
     config["model_type"] = "gemma4_text"
     with pytest.raises(ConfigError, match="pipeline_parallel_size = 2: must be 1.* share keys"):
         rank_spec(read_spec(config), RankLayout(pipeline_parallel_size=2))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_kv_heads"), [(2, 4), (4, 2)])
+def test_a_norm_over_all_heads_counts_each_head_once(num_ranks: int, num_kv_heads: int) -> None:
+    config = {**FAMILY_CONFIGS["olmo2"], "num_hidden_layers": 1}
+    config["num_key_value_heads"] = num_kv_heads
+    given = checkpoint(new_model({"model_type": "olmo2", **config}))
+    expected = plain_logits(load_model(given, kernels=Kernels(), **EXACT))
+
+    def on_a_rank(collectives):
+        options = {"collectives": collectives, **EXACT}
+        return plain_logits(load_model(given, kernels=Kernels(), **options))
+
+    found = World(num_ranks, 1).run(on_a_rank)[0]
+    assert (found - expected).abs().max() < 1e-12 * expected.std()
 
 
 @pytest.mark.parametrize("name", [*FAMILY_CONFIGS, *VARIANTS])

@@ -307,8 +307,7 @@ class CheckpointModel:
         norms = self.spec.norms
         if self._collectives is not None and norms.query_key == "all_heads":
             whole = self.whole_spec.layers[self.spec.first_layer + layer.number].attention
-            given = qkv, layer.head_norms, norms.eps, norms.plus_one, whole
-            norm_over_ranks(*given, self._collectives)
+            norm_over_ranks(qkv, layer.head_norms, norms.eps, whole, self._collectives)
         else:
             norm_heads(self._kernels, qkv, layer.head_norms, norms)
 

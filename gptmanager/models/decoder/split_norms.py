@@ -17,15 +17,14 @@ def norm_over_ranks(
     qkv: Tensor,
     norms: Sequence[HeadNorm],
     eps: float,
-    plus_one: bool,
     whole: Attention,
     collectives: Collectives,
 ) -> None:
     """Normalize this rank's queries and keys in `qkv [T, N]` in place.
 
     The mean square of a token's queries is taken over the heads of all ranks; likewise for keys.
-    `norms`: the norm of queries, then the norm of keys. If `plus_one`, 1 is added to the weights.
-    `whole`: the attention of all ranks together.
+    `norms`: the norm of queries, then the norm of keys. `whole`: the attention of all ranks.
+    No family adds 1 to the weights of these norms.
     """
     parts = [qkv[:, it.columns.start : it.columns.stop] for it in norms]
     squares = torch.stack([widened(part).square().sum(-1) for part in parts], 1)
@@ -35,5 +34,4 @@ def norm_over_ranks(
     for number, (part, norm) in enumerate(zip(parts, norms, strict=True)):
         heads = (whole.num_heads, whole.num_kv_heads)[number]
         mean = squares[:, number : number + 1] / (heads * whole.head_dim)
-        weight = widened(norm.weight) + plus_one
-        part.copy_(widened(part) * torch.rsqrt(mean + eps) * weight)
+        part.copy_(widened(part) * torch.rsqrt(mean + eps) * widened(norm.weight))
