@@ -62,6 +62,7 @@ request/                      requests as hosts make them and as schedulers see 
     llm_request               a request as schedulers and the KV cache see it (no torch)
     inference_request         InferenceRequest and NamedTensor, as hosts use them
     pieces                    long work in pieces, with pauses between them
+    arrays                    values of any type as arrays
     read_tensors              typed values from the named tensors of a request
     adapter                   LoRA matrices of a request, checked
 kv_cache/                     block accounting: which sequence holds which block

@@ -21,8 +21,8 @@ from gptmanager.recorder.requests import (
     tensor_from_plain,
     value_from_plain,
 )
+from gptmanager.request.arrays import is_too_large
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
-from gptmanager.request.read_tensors import is_too_large
 
 ALIGNMENT = 8  # arrays start at multiples of this many bytes
 _MOST_VIEW_BYTES = 1 << 28  # limit for LoRA weights with overlapping elements

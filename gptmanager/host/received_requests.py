@@ -19,8 +19,8 @@ import numpy as np
 from gptmanager.arguments import as_integer
 from gptmanager.errors import CallbackError, InvalidRequestError, response_text
 from gptmanager.lifecycle.state import Lifecycle
+from gptmanager.request.arrays import refuse_masked
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
-from gptmanager.request.read_tensors import refuse_masked
 from gptmanager.step import Progress
 
 MAX_YIELDED = 100_000  # items of an answer without a length, such as a generator: it may be endless

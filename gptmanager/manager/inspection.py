@@ -22,9 +22,9 @@ from gptmanager.loop.admission import admit
 from gptmanager.loop.decision_preview import NextDecision
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.peft_cache import PeftCacheReport
+from gptmanager.request.arrays import refuse_masked
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequestState
-from gptmanager.request.read_tensors import refuse_masked
 from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
 
 

@@ -19,17 +19,11 @@ from gptmanager.loop.admission import read_draft_logits
 from gptmanager.peft_cache.work import AdapterDone
 from gptmanager.recorder.requests import Opaque, RecordedError, recorded_processor, without_weights
 from gptmanager.recorder.sizes import value_bytes
+from gptmanager.request.arrays import ROW_INPUTS, is_too_large
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.post_processor import RequestProcessor, is_post_processor
-from gptmanager.request.read_tensors import (
-    ROW_INPUTS,
-    is_too_large,
-    read_bias,
-    read_int,
-    read_rows,
-    read_token_ids,
-)
+from gptmanager.request.read_tensors import read_bias, read_int, read_rows, read_token_ids
 from gptmanager.step import Failure, Intake, Schedule, SequenceStart, StepResult
 
 _Effect = TypeVar("_Effect", Failure, AdapterDone)

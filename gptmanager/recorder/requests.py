@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from gptmanager.errors import RecordingError, RequestError
+from gptmanager.request.arrays import ROW_INPUTS, is_too_large
 from gptmanager.request.inference_request import KEYWORDS, InferenceRequest
 from gptmanager.request.input_rows import HostRows
 from gptmanager.request.post_processor import RequestProcessor, is_post_processor
-from gptmanager.request.read_tensors import ROW_INPUTS, is_too_large
 
 _NUMBERS = (
     *("bool", "uint8", "int8", "int16", "int32", "int64"),

@@ -8,28 +8,25 @@ tensor, every `read_` function raises InvalidRequestError with the tensor's name
 from __future__ import annotations
 
 import math
-import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from gptmanager.errors import InvalidRequestError, quoted
+from gptmanager.request.arrays import read_array, read_integers, read_numbers, read_scalar
 from gptmanager.request.input_rows import HostRows, token_bias
 from gptmanager.request.pieces import PIECE, Pieces
 
 INT32 = (-(2**31), 2**31 - 1)
 MAX_END_IDS = 1024  # per request
 _MOST_WORD_IDS = 2**18  # per list of words: about the size of the largest vocabularies
-# tensors with numbers that only the executor uses
-ROW_INPUTS = frozenset({"embedding_bias", "prompt_embedding_table", "draft_logits"})
-_MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
 
 
 def read_int(name: str, value: Any, low: int, high: int) -> int:
     """Read a scalar of an integer dtype within `low..high`."""
-    number = _scalar(name, _integers(name, value))
+    number = read_scalar(name, read_integers(name, value))
     if not low <= number <= high:
         raise InvalidRequestError(f"{name} = {number} is outside {low}..{high}")
     return int(number)
@@ -40,7 +37,7 @@ def read_end_ids(value: Any, highest: int) -> tuple[int, ...]:
 
     Return each id once, in the order given.
     """
-    array = _integers("end_id", value)
+    array = read_integers("end_id", value)
     is_row = array.size == 1 or array.shape[:-1] in ((), (1,))
     if not (is_row and 1 <= array.size <= MAX_END_IDS):
         raise InvalidRequestError(
@@ -57,7 +54,7 @@ def read_end_ids(value: Any, highest: int) -> tuple[int, ...]:
 
 def read_float(name: str, value: Any, low: float, high: float = math.inf) -> float:
     """Read a finite scalar within `low..high`; integers are accepted, too."""
-    number = float(_scalar(name, _numbers(name, value)))
+    number = float(read_scalar(name, read_numbers(name, value)))
     if not math.isfinite(number):
         raise InvalidRequestError(f"{name} = {number} is not finite")
     if not low <= number <= high:
@@ -69,8 +66,8 @@ def read_float(name: str, value: Any, low: float, high: float = math.inf) -> flo
 
 def read_bool(name: str, value: Any) -> bool:
     """Read a scalar of dtype bool, or the integer 0 or 1."""
-    array = _array(name, value, "a bool, 0 or 1")
-    number = _scalar(name, array)
+    array = read_array(name, value, "a bool, 0 or 1")
+    number = read_scalar(name, array)
     if array.dtype.kind not in "biuO" or number not in (0, 1):
         raise InvalidRequestError(f"{name} = {number} must be a bool, 0 or 1")
     return bool(number)
@@ -78,7 +75,7 @@ def read_bool(name: str, value: Any) -> bool:
 
 def read_token_ids(name: str, value: Any, vocab_size: int) -> list[int]:
     """Read token ids of shape `[n]` or `[1, n]`, each within the vocabulary."""
-    array = _integers(name, value)
+    array = read_integers(name, value)
     if array.ndim == 2:
         if array.shape[0] != 1:
             raise InvalidRequestError(
@@ -99,7 +96,7 @@ def read_word_list(name: str, value: Any, vocab_size: int) -> list[list[int]]:
     Row 0 has the concatenated ids, row 1 the end offset of each word, padded with -1. L is at most
     2**18, because the manager's loop is blocked while the words are compiled.
     """
-    array = _integers(name, value)
+    array = read_integers(name, value)
     if array.size > 2 * _MOST_WORD_IDS:
         raise InvalidRequestError(
             f"{name} has shape {list(array.shape)}, expected at most {_MOST_WORD_IDS} token ids"
@@ -129,7 +126,7 @@ def read_rows(name: str, value: Any, width: int) -> HostRows:
 
 def read_float_rows(name: str, value: Any, width: int, *, bans: bool = False) -> np.ndarray:
     """Copy finite floats (-inf, too, with `bans`) of `[n, width]` or `[1, n, width]`, n >= 1."""
-    array = _numbers(name, value)
+    array = read_numbers(name, value)
     if array.dtype.kind != "f":
         raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
     _check_rows(name, array.shape, width)
@@ -154,7 +151,7 @@ def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
     """
     if isinstance(value, HostRows):
         return value if value.count else None
-    array = _numbers(name, value)
+    array = read_numbers(name, value)
     if array.shape not in ((vocab_size,), (1, vocab_size)):
         raise InvalidRequestError(
             f"{name} has shape {list(array.shape)}, expected [{vocab_size}] or [1, {vocab_size}]"
@@ -171,7 +168,7 @@ def read_bias(name: str, value: Any, vocab_size: int) -> HostRows | None:
 
 def read_int_rows(name: str, value: Any, width: int) -> np.ndarray:
     """Read integers of shape `[n, width]` or `[1, n, width]`, n >= 1, as `[n, width]`."""
-    array = _integers(name, value)
+    array = read_integers(name, value)
     _check_rows(name, array.shape, width)
     if array.dtype.kind == "O":
         largest = max(array.reshape(-1).tolist(), key=abs)
@@ -185,7 +182,7 @@ def as_float_rows(name: str, value: Any) -> np.ndarray | torch.Tensor:
     The numbers, which may be many, are not read: `read_start` reads them.
     """
     if not isinstance(value, (np.ndarray, torch.Tensor)):
-        value = _array(name, value)
+        value = read_array(name, value)
     is_torch = isinstance(value, torch.Tensor)
     if not is_torch:
         value = np.asarray(value)  # a row of np.matrix would be a matrix
@@ -262,133 +259,6 @@ def _check_rows(name: str, shape: Sequence[int], width: int | None) -> None:
         raise InvalidRequestError(
             f"{name} has shape {list(shape)}, expected [n, {known}] or [1, n, {known}]"
         )
-
-
-def refuse_masked(tensors: Mapping[str, Any]) -> None:
-    """Raise InvalidRequestError for a masked array: any conversion would drop its mask."""
-    for name, value in tensors.items():
-        if issubclass(type(value), np.ma.MaskedArray):  # `isinstance` reads a host's `__class__`
-            raise InvalidRequestError(
-                f"{name} is a masked array, but masks are not supported: pass an array without "
-                "one, such as array.filled(0) or array.compressed()"
-            )
-
-
-def is_too_large(name: str, value: Any) -> bool:
-    """Return whether an array is too large to read. A view can be large without using memory."""
-    if not isinstance(value, (torch.Tensor, np.ndarray)):
-        return False
-    return math.prod(value.shape) > _most_elements(name)
-
-
-def _most_elements(name: str) -> int:
-    return _MOST_ROW_ELEMENTS if name in ROW_INPUTS else _MOST_ELEMENTS
-
-
-def _array(name: str, value: Any, expected: str = "numbers") -> np.ndarray:
-    if value is None:
-        raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
-    if is_too_large(name, value):
-        raise InvalidRequestError(
-            f"{name} has shape {list(value.shape)}, more than {_most_elements(name)} elements"
-        )
-    if isinstance(value, torch.Tensor):
-        return _from_torch(name, value)
-    if isinstance(value, (np.ndarray, np.generic, bool, int, float, list, tuple)):
-        try:
-            array = np.asarray(value)
-        except (ValueError, OverflowError) as error:
-            hint = ": word_list() makes it from lists of ids" if name.endswith("words_list") else ""
-            raise InvalidRequestError(f"{name} cannot become a tensor{hint}: {error}") from None
-        if array.dtype.kind in "biuf":
-            return array
-        is_object = array.dtype.kind == "O"  # integers beyond all dtypes, or any other objects
-        items = array.tolist() if is_object else value
-        odd = _first_odd(items, (bool, int, float, np.number))
-        if odd is None and is_object:
-            return array
-        if odd is None or not odd[0]:
-            raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected {expected}")
-        raise InvalidRequestError(f"{name}{odd[0]} = {reprlib.repr(odd[1])} is not a number")
-    raise InvalidRequestError(f"{name} is of type {type(value).__name__}, expected {expected}")
-
-
-def _from_torch(name: str, value: torch.Tensor) -> np.ndarray:
-    try:
-        tensor = value.detach().cpu()
-        # NumPy has no bfloat16 and no 8-bit floats
-        is_narrow = tensor.dtype.is_floating_point and tensor.dtype.itemsize <= 2
-        array: np.ndarray = (tensor.float() if is_narrow else tensor).numpy(force=True)
-    except Exception as error:
-        raise InvalidRequestError(
-            f"{name} cannot be read: a {value.dtype} tensor of layout {value.layout} on "
-            f"{value.device}: {error}"
-        ) from None
-    return array
-
-
-def _numbers(name: str, value: Any) -> np.ndarray:
-    """Return an array of floats or integers; bools are refused."""
-    array = _array(name, value)
-    if array.dtype.kind == "O" or (isinstance(value, (list, tuple)) and array.dtype.kind in "iuf"):
-        items = array.tolist() if array.dtype.kind == "O" else value
-        _refuse_odd(name, items, (int, float, np.number), "a number")
-    if array.dtype.kind == "O":
-        try:
-            return array.astype(np.float64)
-        except OverflowError as error:
-            raise InvalidRequestError(f"{name} must fit a float: {error}") from None
-    if array.dtype.kind not in "fiu":
-        raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected a float")
-    return array
-
-
-def _integers(name: str, value: Any) -> np.ndarray:
-    """Return an array of integers, with dtype object if no integer dtype fits all of them."""
-    if isinstance(value, (list, tuple)):
-        _refuse_odd(name, value, (int, np.integer), "an integer")
-    array = _array(name, value)
-    if array.dtype.kind == "O":
-        _refuse_odd(name, array.tolist(), (int, np.integer), "an integer")
-        return array
-    if array.dtype.kind == "f" and array.size and isinstance(value, (list, tuple)):
-        return np.array(value, dtype=object)  # NumPy has converted large integers to floats
-    if array.dtype.kind not in "iu" and array.size:
-        dtype = getattr(value, "dtype", array.dtype)
-        raise InvalidRequestError(f"{name} has dtype {dtype}, expected an integer dtype")
-    return array
-
-
-def _refuse_odd(name: str, items: Any, kinds: tuple[type, ...], expected: str) -> None:
-    odd = _first_odd(items, kinds)
-    if odd is not None:
-        raise InvalidRequestError(f"{name}{odd[0]} = {reprlib.repr(odd[1])} is not {expected}")
-
-
-def _first_odd(items: Any, kinds: tuple[type, ...]) -> tuple[str, Any] | None:
-    """Find the first element of nested lists that is not of these `kinds`.
-
-    Return its index as a text such as "[0][2]", and its value; None if all elements are of these
-    kinds. A bool does not count as an int.
-    """
-    if not isinstance(items, (list, tuple)):
-        if isinstance(items, (np.ndarray, torch.Tensor)):
-            return _first_odd(items.tolist(), kinds)
-        is_good = isinstance(items, kinds) and (bool in kinds or not isinstance(items, bool))
-        return None if is_good else ("", items)
-    if set(map(type, items)) <= {int}:
-        return None
-    for index, item in enumerate(items):
-        found = _first_odd(item, kinds)
-        if found is not None:
-            return f"[{index}]{found[0]}", found[1]
-    return None
-
-
-def _scalar(name: str, array: np.ndarray) -> Any:
-    if array.size != 1:
-        raise InvalidRequestError(f"{name} has shape {list(array.shape)}, expected one value")
-    return array.reshape(-1).tolist()[0]
 
 
 def _check_vocabulary(name: str, ids: np.ndarray, vocab_size: int) -> None:

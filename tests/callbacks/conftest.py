@@ -1,8 +1,8 @@
 import json
-import threading
 
 import pytest
 import torch
+from left_threads import no_thread_is_left
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 CORPUS = [
@@ -13,14 +13,10 @@ CORPUS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    left = [thread for thread in threading.enumerate() if thread not in before]
-    for thread in left:
-        thread.join(20.0)
-    assert not [thread for thread in left if thread.is_alive()]
+@pytest.fixture(autouse=True, name="no_thread_is_left")
+def ended_threads():
+    with no_thread_is_left():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import warnings
 import weakref
 
 import pytest
+from left_threads import no_thread_is_left
 
 from gptmanager import GptManager, InferenceRequest, ModelType, OptionalParams
 from gptmanager.bindings import GptManager as BoundManager
@@ -38,12 +39,9 @@ def start(**more):
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    for thread in set(threading.enumerate()) - before:
-        thread.join(TIMEOUT)
-        assert not thread.is_alive(), thread
+def ended_threads():
+    with no_thread_is_left():
+        yield
 
 
 def test_it_warns_and_answers_what_runs():

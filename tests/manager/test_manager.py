@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 import torch
 from checkpoints import CONFIGS, checkpoint, random_model
+from left_threads import no_thread_is_left
 from loop_driver import expected_output
 from pausing import PausingHost
 from shorthand import params, request
@@ -57,14 +58,9 @@ SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left_behind():
-    before = set(threading.enumerate())
-    yield
-    deadline = time.monotonic() + 30
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    left = {t.name for t in set(threading.enumerate()) - before if t.name.startswith("gptmanager")}
-    assert not left
+def ended_threads():
+    with no_thread_is_left("gptmanager"):
+        yield
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
