@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.kv_cache.state_snapshots import StateCopy
 from gptmanager.peft_cache.work import AdapterDone, AdapterWork
 from gptmanager.request.inference_request import InferenceRequest, NamedTensor
 from gptmanager.request.input_rows import HostRows
@@ -176,6 +177,9 @@ class Schedule:
     `block_copies` run first, in order, before the rows write to any block. `paused`: ids of paused
     requests. The first row of a sequence may have a position above 0, if its blocks already have
     the keys and values of the positions before.
+
+    `state_loads` copy snapshots of recurrent states to the slots of `starts`, before the rows run.
+    `state_saves` copy the states of slots to snapshots, after all rows have run.
     """
 
     iteration: int
@@ -188,6 +192,8 @@ class Schedule:
     drafts: tuple[Drafts, ...] = ()
     paused: tuple[int, ...] = ()
     micro_batch_id: int = 0
+    state_loads: tuple[StateCopy, ...] = ()
+    state_saves: tuple[StateCopy, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -69,6 +69,7 @@ kv_cache/                     block accounting: which sequence holds which block
     attention_window          which positions and blocks a sliding window keeps (no torch)
     block                     blocks and their reference counts (no torch)
     prefix_tree               prefix caching: blocks found by their tokens (no torch)
+    state_snapshots           copies of recurrent states, by cached block (no torch)
     eviction                  which cached block is evicted first (no torch)
     offloading                offloading of cached blocks to host memory (no torch)
     needs                     number of blocks that a request will need (no torch)

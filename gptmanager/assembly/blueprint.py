@@ -44,6 +44,8 @@ from gptmanager.scheduler import (
 from gptmanager.statistics import PhaseTimes
 from gptmanager.step import Executor, Host
 
+_STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
+
 # The manager's limits for MAX_UTILIZATION, measured in docs/scheduling.md.
 _MAX_PAUSES = 3  # after this number of pauses, a request is paused again only as a last resort
 _RESUME_HEADROOM_BLOCKS = 1  # blocks that must stay free when a paused request resumes
@@ -109,8 +111,18 @@ class Blueprint:
             onboard_blocks=config.onboard_blocks,
             secondary_offload_min_priority=config.secondary_offload_min_priority,
             max_attention_window=None if window is None else window.num_tokens,
+            num_snapshots=self.sizes.num_snapshots if config.enable_block_reuse else 0,
+            cuts_contexts=self._cuts_contexts,
         )
         return Allocator(kv_cache, self.num_slots, window)
+
+    @property
+    def _cuts_contexts(self) -> bool:
+        """Whether chunks of a context may end early, for snapshots of a recurrent state."""
+        if self.scheduler.capacity_scheduler_policy is _STATIC_BATCH:
+            return False  # the rest of the context would wait until the batch has ended
+        is_custom = self.custom_scheduler or self.scheduler.create_scheduler is not None
+        return self.sizes.chunked or not is_custom  # it may rely on contexts in one step
 
 
 def build_loop(
@@ -253,6 +265,6 @@ def _capacity(blueprint: Blueprint, kv_cache: KvCacheManager) -> CapacitySchedul
             resume_headroom_blocks=_RESUME_HEADROOM_BLOCKS,
             start_headroom_steps=_START_HEADROOM_STEPS,
         )
-    is_static = policy is CapacitySchedulerPolicy.STATIC_BATCH
+    is_static = policy is _STATIC_BATCH
     no_evict = StaticBatchScheduler if is_static else GuaranteedNoEvictScheduler
     return no_evict(most, kv_cache, two_step_lookahead=looks_ahead, started_contexts_first=True)

@@ -52,7 +52,7 @@ class CpuBackend(Backend):
             *(page_shapes(model.spec), sizes.num_blocks, sizes.tokens_per_block),
             num_host_blocks=sizes.num_host_blocks,
             state_shapes=state_shapes(model.spec),
-            num_lines=options.lines.count,
+            num_lines=options.lines.count + sizes.num_snapshots,
             contiguous=sizes.contiguous,
             dtype=self._dtype(model),
         )

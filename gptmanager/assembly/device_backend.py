@@ -123,7 +123,7 @@ class DeviceBackend(Backend):
             *(page_shapes(model.spec), sizes.num_blocks, sizes.tokens_per_block),
             num_host_blocks=sizes.num_host_blocks,
             state_shapes=state_shapes(model.spec),
-            num_lines=lines.count,
+            num_lines=lines.count + sizes.num_snapshots,
             dtype=self._dtype(model),
             device=self.device,
         )

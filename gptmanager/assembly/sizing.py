@@ -44,8 +44,8 @@ class Sizes:
 
     `pool_limited`: the pool, not the model, limits the length of a sequence. `chunked`: a context
     may run in several steps. `contiguous`: a block holds a whole sequence. `has_states`: the model
-    keeps a recurrent state for each sequence. A step runs at most `max_context_length` tokens of a
-    context.
+    keeps a recurrent state for each sequence. `num_snapshots`: the number of copies of such states
+    that cached blocks may have. A step runs at most `max_context_length` tokens of a context.
     """
 
     num_blocks: int
@@ -60,6 +60,7 @@ class Sizes:
     sink_token_length: int = 0
     contiguous: bool = False
     has_states: bool = False
+    num_snapshots: int = 0
 
     @property
     def window(self) -> AttentionWindow | None:

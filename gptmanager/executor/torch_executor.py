@@ -152,8 +152,14 @@ class TorchExecutor:
             self._chooser.load(start)
         if schedule.block_copies:
             self.runner.kv_pool.copy(schedule.block_copies)
+        states, lines = self.runner.kv_pool.states, self.lines  # snapshots follow all lines
         with torch.inference_mode():
-            return self._compute(schedule)
+            for slot, snapshot in schedule.state_loads:
+                states.copy(lines.count + snapshot, lines.of(slot))
+            step = self._compute(schedule)
+            for slot, snapshot in schedule.state_saves:
+                states.copy(lines.of(slot), lines.count + snapshot)
+        return step
 
     def _load(self, schedule: Schedule) -> None:
         """Write the schedule's new sequences, tokens and blocks to the tables."""

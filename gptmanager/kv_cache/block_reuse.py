@@ -15,6 +15,7 @@ from gptmanager.kv_cache.block import BlockCopy, BlockTables
 from gptmanager.kv_cache.offloading import CachingBlockPool, HostTier
 from gptmanager.kv_cache.prefix_lookups import Lookups, root_key
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, UNBOUNDED, Match, PrefixTree
+from gptmanager.kv_cache.state_snapshots import NO_SNAPSHOT, StateSnapshots
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -56,6 +57,10 @@ class ReuseOptions(NamedTuple):
     `min_offload_priority`. With `onboards`, lookups find content in the host tier: full blocks move
     back to the pool, and the beginning of a block is copied, even if `copies` is False. Without
     `onboards`, lookups do not find content in the host tier.
+
+    `num_snapshots` is above 0 if the model keeps a recurrent state for each sequence: the number of
+    copies of states. Then only full blocks are reused, up to one with a copy of the state after it.
+    `cuts_contexts` is explained at `StateSnapshots`.
     """
 
     partial: bool
@@ -64,6 +69,8 @@ class ReuseOptions(NamedTuple):
     onboards: bool
     min_offload_tokens: int
     min_offload_priority: int
+    num_snapshots: int = 0
+    cuts_contexts: bool = True
 
 
 class BlockReuse:
@@ -74,7 +81,7 @@ class BlockReuse:
     """
 
     __slots__ = (
-        "lookups", "pool", "tree", "_missed_blocks", "_options", "_reused_blocks",
+        "lookups", "pool", "snapshots", "tree", "_missed_blocks", "_options", "_reused_blocks",
         "_reused_tokens", "_storing",
     )  # fmt: skip
 
@@ -87,10 +94,13 @@ class BlockReuse:
         if options.num_host_blocks:
             least = options.min_offload_tokens, options.min_offload_priority
             host = HostTier(tree, num_blocks, options.num_host_blocks, *least)
-        self.pool = CachingBlockPool(num_blocks, tree, host)
+        self.snapshots: StateSnapshots | None = None
+        if options.num_snapshots:
+            self.snapshots = StateSnapshots(options.num_snapshots, options.cuts_contexts, tree)
+        self.pool = CachingBlockPool(num_blocks, tree, host, self.snapshots)
         self._options = options
         self._storing: dict[int, LlmRequest] = {}  # live requests, by id, that may store content
-        self.lookups = Lookups(tree, max_tokens)
+        self.lookups = Lookups(tree, max_tokens, self.snapshots)
         self._reused_blocks = self._missed_blocks = self._reused_tokens = 0
 
     def anew(self) -> BlockReuse:
@@ -144,10 +154,12 @@ class BlockReuse:
             root_key(request),
             request.tokens,
             request.prompt_len - 1 if request.reads_cache else 0,
-            self._may_be_partial,
+            self._may_be_partial if self.snapshots is None else None,
             whole_only=not self._options.partial,
         )
         pool, found, beams = self.pool, match.blocks, request.beam_width
+        if self.snapshots is not None:
+            found = found[: self.snapshots.count_reusable(found)]
         num_blocks, ref_counts = pool.num_blocks, pool.ref_counts
         held = sum(1 for block in found if block < num_blocks and ref_counts[block])
         require(request.request_id, num_shared + num_private - held)
@@ -163,6 +175,8 @@ class BlockReuse:
         common += pool.take(num_shared - len(common), beams)
         tails += pool.take(num_private - len(tails))
         self._storing[request.request_id] = request
+        if self.snapshots is not None:
+            self.snapshots.begin(request.request_id, request.prompt_len, match.blocks)
         self.lookups.forget(request.request_id)
         num_found = len(found) + (match.partial != NO_BLOCK)
         num_cached = len(found) * self.tree.tokens_per_block + match.num_partial
@@ -185,6 +199,7 @@ class BlockReuse:
         """
         request = self._storing.pop(sequence.request_id, None)
         if request is None or not store:
+            self._end_snapshots(sequence)
             return
         end = min(sequence.num_slots, len(request.tokens) - 1)
         if len(sequence.tables) > 1:
@@ -194,7 +209,10 @@ class BlockReuse:
             and sequence.num_cached < request.context_current_position < request.prompt_len
         ):  # the sequence ends between two chunks, so the rest of its context is not computed
             end = min(end, request.context_current_position)
+        if self.snapshots is not None:
+            end -= end % self.tree.tokens_per_block
         self._store(request, end, sequence.tables[0])
+        self._end_snapshots(sequence, request, end)
 
     def make_writable(self, sequence: BlockTables, num_slots: int) -> None:
         """Prepare a rewind to `num_slots` positions, after which the last block is written again.
@@ -210,6 +228,7 @@ class BlockReuse:
         """Stop sharing the blocks of a sequence that passes its window and overwrites them."""
         self._make_private(sequence, sequence.tables[0], "pass its attention window")
         self._storing.pop(sequence.request_id, None)
+        self._end_snapshots(sequence)
         sequence.may_share = False
 
     def withdraw(self, sequence: BlockTables, sequences: Iterable[BlockTables]) -> None:
@@ -224,6 +243,33 @@ class BlockReuse:
         for other in sequences:
             if not all(held.isdisjoint(table) for table in other.tables):
                 self._storing.pop(other.request_id, None)
+                self._end_snapshots(other)
+
+    def next_stop(self, request_id: int, position: int) -> int | None:
+        """Return the next position after `position` at which a context chunk must end, or None."""
+        if self.snapshots is None or request_id not in self._storing:
+            return None
+        stops = self.snapshots.plans[request_id].stops
+        return next((stop for stop in stops if stop > position), None)
+
+    def save_state(self, sequence: BlockTables, end: int) -> int:
+        """Return the snapshot for the state after `end` tokens, or NO_SNAPSHOT.
+
+        `end` is a block boundary, and the step that computes the token before it is being launched.
+        """
+        request = self._storing.get(sequence.request_id)
+        if self.snapshots is None or request is None:
+            return NO_SNAPSHOT
+        table, index = sequence.tables[0], end // self.tree.tokens_per_block - 1
+        block = table[index]
+        if end in self.snapshots.plans[sequence.request_id].stops:
+            self._store(request, end, table)
+            cached, _ = self.tree.full_blocks(root_key(request), request.tokens, end)
+            block = cached[index]
+        if block in self.snapshots:
+            self.snapshots.touch(block)
+            return NO_SNAPSHOT
+        return self.snapshots.put(sequence.request_id, block)
 
     def clear(self) -> None:
         """Remove all cached content. Live sequences are not stored for reuse when they end."""
@@ -243,6 +289,17 @@ class BlockReuse:
         for replaced in replaced_blocks:
             assert host is not None  # only host blocks are replaced
             host.drop(replaced)
+
+    def _end_snapshots(
+        self, sequence: BlockTables, request: LlmRequest | None = None, end: int = 0
+    ) -> None:
+        """End the snapshots of a sequence, of which the first `end` tokens have been stored."""
+        if self.snapshots is None:
+            return
+        cached: list[int] = []
+        if request is not None:
+            cached, _ = self.tree.full_blocks(root_key(request), request.tokens, end)
+        self.snapshots.end(sequence.request_id, sequence.tables[0], cached)
 
     def _make_private(self, sequence: BlockTables, blocks: list[int], purpose: str) -> None:
         """Remove `blocks` of a sequence from the cache.
@@ -302,6 +359,11 @@ class BlockReuse:
         host = self.pool.host
         if problem is None and host is not None:
             problem = host.problem(self.tree.secondary_blocks())
+        if problem is None and self.snapshots is not None:
+            live = {sequence.request_id: sequence for sequence in sequences}
+            problem = self.snapshots.problem(
+                {id_: live[id_] for id_ in self._storing if id_ in live}
+            )
         for sequence in sequences if problem is None else ():
             request = self._storing.get(sequence.request_id)
             if request is None:

@@ -49,6 +49,11 @@ class KvCacheManager(KvSequences):
     content in host blocks, and it moves back to the pool when a request that shares it starts.
     `add_sequence` and `fork` return the copies to make; `take_moves` returns those of `add_token`.
 
+    *Recurrent states.* With `num_snapshots` above 0, the model keeps a recurrent state for each
+    sequence. Then a new sequence shares full blocks up to one with a snapshot, a copy of the state
+    after it. `next_stop`, `save_state` and `found_snapshot` say when states are copied. With
+    `cuts_contexts`, chunks of a context may have to end early.
+
     *Attention window.* A sequence of more than `max_attention_window` tokens is cyclic: a new token
     replaces the oldest one, and the tables do not grow. Beams would overwrite the blocks of the
     prompt that they share, so an executor must not let beams pass the window; `fork` would
@@ -79,6 +84,8 @@ class KvCacheManager(KvSequences):
         onboard_blocks: bool = True,
         min_offload_tokens: int = 1,
         secondary_offload_min_priority: int | None = None,
+        num_snapshots: int = 0,
+        cuts_contexts: bool = True,
     ) -> None:
         num_blocks = at_least(1, "num_blocks", num_blocks)
         least = 0 if secondary_offload_min_priority is None else secondary_offload_min_priority
@@ -90,10 +97,16 @@ class KvCacheManager(KvSequences):
             onboards=flag("onboard_blocks", onboard_blocks),
             min_offload_tokens=at_least(0, "min_offload_tokens", min_offload_tokens),
             min_offload_priority=at_least(0, "secondary_offload_min_priority", least, most),
+            num_snapshots=at_least(0, "num_snapshots", num_snapshots),
+            cuts_contexts=flag("cuts_contexts", cuts_contexts),
         )
         is_reused = flag("enable_block_reuse", enable_block_reuse)
         if options.num_host_blocks and not is_reused:
             raise ConfigError(f"num_host_blocks = {num_host_blocks} needs enable_block_reuse")
+        if options.num_snapshots and (options.num_host_blocks or not is_reused):
+            raise ConfigError(
+                f"num_snapshots = {num_snapshots} needs enable_block_reuse and no host blocks"
+            )
         kind = CrossBlockNeeds if flag("cross", cross) else BlockNeeds
         needs = kind(tokens_per_block, max_attention_window, sink_token_length)
         reuse = None
@@ -218,18 +231,24 @@ class KvCacheManager(KvSequences):
     def find_new_context_block(self, request: LlmRequest) -> Hashable | None:
         """Return a key of the prompt up to and including its first full block that is not cached.
 
+        With recurrent states, it is a key of the prompt up to its last cached block, if this block
+        lacks a snapshot.
+
         Keys of several requests can be compared until the cache changes. The key is None if all
         full blocks are cached, and for a request that does not reuse blocks.
         """
         lookups = self._lookups
         if lookups is None or not lookups.applies_to(request):
             return None
-        return lookups.find(request).missing
+        block = lookups.missing_snapshot(request)
+        return lookups.find(request).missing if block is None else ("snapshot", block)
 
     def find_new_context_blocks(self, requests: Sequence[LlmRequest]) -> Sequence[Hashable | None]:
         """Return `find_new_context_block` of each request, in one call."""
         if self._lookups is None:
             return [None] * len(requests)
+        if self._lookups.snapshots is not None:
+            return [self.find_new_context_block(request) for request in requests]
         return self._lookups.find_all(requests).missing
 
     def holding_cached(self, requests: Iterable[LlmRequest]) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from gptmanager.kv_cache.block import BlockCopy, BlockPool
 from gptmanager.kv_cache.eviction import EvictionQueue
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
+from gptmanager.kv_cache.state_snapshots import StateSnapshots
 
 
 class HostCounts(NamedTuple):
@@ -94,11 +95,18 @@ class CachingBlockPool(BlockPool):
     host block, `ref_counts` has the number of pending reads.
     """
 
-    __slots__ = ("copies", "host", "queue", "tree")
+    __slots__ = ("copies", "host", "queue", "snapshots", "tree")
 
-    def __init__(self, num_blocks: int, tree: PrefixTree, host: HostTier | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        tree: PrefixTree,
+        host: HostTier | None = None,
+        snapshots: StateSnapshots | None = None,
+    ) -> None:
         super().__init__(num_blocks)
         self.tree = tree
+        self.snapshots = snapshots
         self.queue = EvictionQueue(tree, self.free)
         self.free = self.queue.blocks
         self.host = host
@@ -142,7 +150,11 @@ class CachingBlockPool(BlockPool):
 
     def forget(self, block: int) -> None:
         """Forget the content of a block and of all blocks that follow it in the tree."""
-        for gone in sorted(self.tree.forget(block)):
+        forgotten = sorted(self.tree.forget(block))
+        if self.snapshots is not None:
+            for gone in (block, *forgotten):
+                self.snapshots.drop(gone)
+        for gone in forgotten:
             if self.host is not None and gone >= self.num_blocks:
                 self.host.drop(gone)
             elif gone in self.free:
@@ -184,6 +196,8 @@ class CachingBlockPool(BlockPool):
         self.tree.clear()
         if self.host is not None:
             self.host.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         copies, self.copies = tuple(self.copies), []

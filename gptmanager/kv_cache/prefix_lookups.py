@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gptmanager.kv_cache.needs import UNBOUNDED
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, PrefixTree
+from gptmanager.kv_cache.state_snapshots import StateSnapshots
 from gptmanager.request.llm_request import LlmRequest
 
 # If there are more lookups, the oldest is dropped, because a scheduler might not report that
@@ -87,13 +88,21 @@ _NOTHING = Answer(-1, [], [], [], [])
 
 
 class Lookups:
-    """Lookups by request id. Requests that may become longer than `max_tokens` have no lookup."""
+    """Lookups by request id. Requests that may become longer than `max_tokens` have no lookup.
 
-    __slots__ = ("max_tokens", "_last", "_lookups", "_numbers", "_tree", "_unused", "_users")
+    With `snapshots`, a new sequence can only begin after a block that has a snapshot.
+    """
 
-    def __init__(self, tree: PrefixTree, max_tokens: int) -> None:
+    __slots__ = (
+        "max_tokens", "snapshots", "_last", "_lookups", "_numbers", "_tree", "_unused", "_users",
+    )  # fmt: skip
+
+    def __init__(
+        self, tree: PrefixTree, max_tokens: int, snapshots: StateSnapshots | None = None
+    ) -> None:
         self._tree = tree
         self.max_tokens = max_tokens
+        self.snapshots = snapshots
         self._lookups: dict[int, Lookup] = {}
         self._numbers: dict[Hashable, int] = {}
         self._users: dict[Hashable, int] = {}  # number of lookups with this key
@@ -124,10 +133,20 @@ class Lookups:
 
     def cached_blocks(self, request: LlmRequest) -> list[int]:
         """Return the full blocks of the prompt that a new sequence would share, in order."""
-        if not request.reads_cache:
-            return []
-        blocks = self.find(request).blocks
-        return blocks and blocks[: (request.prompt_len - 1) // self._tree.tokens_per_block]
+        blocks = self._readable(request)
+        if self.snapshots is None:
+            return blocks
+        return blocks[: self.snapshots.count_reusable(blocks)]
+
+    def missing_snapshot(self, request: LlmRequest) -> int | None:
+        """Return the last cached block of the prompt if it lacks a snapshot, otherwise None.
+
+        If the request started now, it would compute the state after this block.
+        """
+        if self.snapshots is None or not self.snapshots.cuts_contexts:
+            return None
+        blocks = self._readable(request)
+        return blocks[-1] if blocks and blocks[-1] not in self.snapshots else None
 
     def all_cached(self, requests: Sequence[LlmRequest]) -> list[int]:
         """Return the number of `cached_blocks` of each request; 0 if it does not reuse blocks."""
@@ -171,6 +190,13 @@ class Lookups:
             num_found.append(len(lookup.blocks))
         self._last = Answer(version, [*requests], lengths, missing, num_found)
         return self._last
+
+    def _readable(self, request: LlmRequest) -> list[int]:
+        """Return the cached full blocks before the prompt's last token, in order."""
+        if not request.reads_cache:
+            return []
+        blocks = self.find(request).blocks
+        return blocks and blocks[: (request.prompt_len - 1) // self._tree.tokens_per_block]
 
     def _number(self, key: Hashable) -> int:
         number = self._numbers.get(key)

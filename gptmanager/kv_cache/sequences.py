@@ -22,6 +22,7 @@ from gptmanager.kv_cache.block import (
 from gptmanager.kv_cache.block_reuse import BlockReuse, ReuseCounts
 from gptmanager.kv_cache.needs import BlockNeeds
 from gptmanager.kv_cache.offloading import HostCounts
+from gptmanager.kv_cache.state_snapshots import NO_SNAPSHOT
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
@@ -112,14 +113,17 @@ class KvSequences:
     def rewind(self, request_id: int, num_tokens: int) -> None:
         """Remove the last `num_tokens` positions. Blocks that become empty are freed.
 
-        Raise ValueError for beams and cross caches, for more tokens than are stored, and if the
-        new end is inside a block that other sequences share. Past the attention window only the
-        last token can be removed, because more would need positions that were overwritten.
+        Raise ValueError for beams and cross caches, for recurrent states, for more tokens than are
+        stored, and if the new end is inside a block that other sequences share. Past the attention
+        window only the last token can be removed, because more would need positions that were
+        overwritten.
         """
         sequence = self._sequence(request_id)
         stored, window = sequence.num_slots - self._needs.bubble, self._needs.window
         if len(sequence.tables) > 1 or not self._needs.grows:
             raise ValueError(f"request {request_id}: beams and cross caches cannot be rewound")
+        if self._reuse is not None and self._reuse.snapshots is not None:
+            raise ValueError(f"request {request_id}: a recurrent state cannot be rewound")
         if not 0 <= num_tokens <= stored:
             raise ValueError(f"request {request_id}: cannot rewind {num_tokens} of {stored} tokens")
         left = sequence.num_slots - num_tokens
@@ -172,6 +176,33 @@ class KvSequences:
         """
         if self._reuse is not None:
             self._reuse.store_context(self._sequence(request.request_id), request)
+
+    def found_snapshot(self, request_id: int) -> int:
+        """Return the snapshot that the state of the sequence begins with; NO_SNAPSHOT without one.
+
+        Ask when the sequence was added. The snapshot must be copied before the step's rows run.
+        """
+        plan = None
+        if self._reuse is not None and self._reuse.snapshots is not None:
+            plan = self._reuse.snapshots.plans.get(request_id)
+        return NO_SNAPSHOT if plan is None else plan.source
+
+    def next_stop(self, request_id: int, position: int) -> int | None:
+        """Return where a context chunk from `position` on must end at the latest, or None.
+
+        The state there gets a snapshot, so that later requests can begin there.
+        """
+        return None if self._reuse is None else self._reuse.next_stop(request_id, position)
+
+    def save_state(self, request_id: int, end: int) -> int:
+        """Return the snapshot for the state after `end` tokens; NO_SNAPSHOT for no copy.
+
+        Call it when the step that computes position `end - 1` is launched, if `end` is a multiple
+        of `tokens_per_block`. The snapshot must be copied after the step's rows have run.
+        """
+        if self._reuse is None:
+            return NO_SNAPSHOT
+        return self._reuse.save_state(self._sequence(request_id), end)
 
     def remove(self, request_id: int, store: bool = True) -> None:
         """End the sequence. With `store`, its content except the newest token may be reused.
@@ -261,6 +292,13 @@ class KvSequences:
     @property
     def enable_block_reuse(self) -> bool:
         return self._reuse is not None
+
+    @property
+    def num_snapshots(self) -> int:
+        """The number of snapshots of recurrent states; 0 without such states."""
+        if self._reuse is None or self._reuse.snapshots is None:
+            return 0
+        return self._reuse.snapshots.num_snapshots
 
     @property
     def reuse_counts(self) -> ReuseCounts:

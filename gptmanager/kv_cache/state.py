@@ -16,6 +16,7 @@ from gptmanager.kv_cache.manager import KvCacheManager
 from gptmanager.kv_cache.offloading import HostTier
 from gptmanager.kv_cache.prefix_lookups import key_of
 from gptmanager.kv_cache.prefix_tree import NO_BLOCK, Node, PrefixTree
+from gptmanager.kv_cache.state_snapshots import SnapshotPlan, StateSnapshots
 from gptmanager.request.llm_request import RETENTION_PRIORITIES, LlmRequest
 
 Salt = bool | int | str | None
@@ -70,11 +71,23 @@ class HostState(NamedTuple):
     onboarded: int
 
 
+class SnapshotsState(NamedTuple):
+    """The state of a `StateSnapshots`.
+
+    `used` has pairs of a block and its snapshot, the least recently used first. `plans` has a tuple
+    for each live sequence: its request id, and the values of its `SnapshotPlan`.
+    """
+
+    free: tuple[int, ...]
+    used: tuple[tuple[int, int], ...]
+    plans: tuple[tuple[int, int, tuple[int, ...], int], ...]
+
+
 class ReuseState(NamedTuple):
     """The state of a `BlockReuse`.
 
     `storing` has the ids of requests with content that may be stored. `copies` are the copies that
-    no call has returned yet.
+    no call has returned yet. `snapshots` is None if the model keeps no recurrent state.
     """
 
     roots: tuple[RootState, ...]
@@ -85,6 +98,7 @@ class ReuseState(NamedTuple):
     reused_tokens: int
     copies: tuple[BlockCopy, ...]
     host: HostState | None
+    snapshots: SnapshotsState | None = None
 
 
 class KvCacheState(NamedTuple):
@@ -157,6 +171,7 @@ def _reuse_state(reuse: BlockReuse) -> ReuseState:
         reuse._reused_tokens,
         tuple(reuse.pool.copies),
         None if reuse.pool.host is None else _host_state(reuse.pool.host),
+        None if reuse.snapshots is None else _snapshots_state(reuse.snapshots),
     )
 
 
@@ -179,6 +194,10 @@ def _restore_reuse(
         raise LedgerError("the state and the cache must both have a host tier, or neither")
     if pool.host is not None and state.host is not None:
         _restore_host(pool.host, state.host)
+    if (reuse.snapshots is None) != (state.snapshots is None):
+        raise LedgerError("the state and the cache must both have snapshots, or neither")
+    if reuse.snapshots is not None and state.snapshots is not None:
+        _restore_snapshots(reuse.snapshots, state.snapshots, state.storing)
 
 
 def _host_state(host: HostTier) -> HostState:
@@ -191,6 +210,28 @@ def _restore_host(host: HostTier, state: HostState) -> None:
     host.free.update(dict.fromkeys(state.free))
     host.evictable.update(dict.fromkeys(state.evictable))
     host.offloaded, host.onboarded = state.offloaded, state.onboarded
+
+
+def _snapshots_state(snapshots: StateSnapshots) -> SnapshotsState:
+    plans = snapshots.plans.items()
+    return SnapshotsState(
+        tuple(snapshots.free),
+        tuple(snapshots.used.items()),
+        tuple((id_, plan.source, plan.stops, plan.latest) for id_, plan in plans),
+    )
+
+
+def _restore_snapshots(
+    snapshots: StateSnapshots, state: SnapshotsState, storing: Iterable[int]
+) -> None:
+    """Restore snapshots. The check that follows finds wrong numbers of snapshots and blocks."""
+    snapshots.free[:] = state.free
+    snapshots.used.update(state.used)
+    for request_id, source, stops, latest in state.plans:
+        snapshots.plans[request_id] = SnapshotPlan(source, stops, latest)
+    for request_id in storing:
+        if request_id not in snapshots.plans:
+            raise LedgerError(f"request {request_id} has no plan for snapshots")
 
 
 def _tree_state(tree: PrefixTree) -> tuple[tuple[RootState, ...], tuple[CachedBlockState, ...]]:

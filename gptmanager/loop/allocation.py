@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
 from gptmanager.errors import GptManagerError, SchedulerError
-from gptmanager.kv_cache import BlockCopy, KvCacheManager, LedgerError
+from gptmanager.kv_cache import NO_SNAPSHOT, BlockCopy, KvCacheManager, LedgerError, StateCopy
 from gptmanager.kv_cache.attention_window import AttentionWindow
 from gptmanager.kv_cache.state import KvCacheState, kv_cache_state, restore_kv_cache
 from gptmanager.loop.active_request import ActiveRequest
@@ -44,6 +44,7 @@ class Allocator:
         self.kv_cache = kv_cache
         self.num_slots = num_slots
         self.window = window
+        self._saves_states = kv_cache.num_snapshots > 0
         self._free_slots = self._all_slots()
         self._num_starts = 0  # sequences that have started so far
         self.num_schedules = 0
@@ -81,6 +82,8 @@ class Allocator:
             drafts=tuple(parts.drafts),
             paused=tuple(paused),
             micro_batch_id=micro_batch_id,
+            state_loads=tuple(parts.loads),
+            state_saves=tuple(parts.saves),
         )
 
     def state(self) -> AllocatorState:
@@ -155,7 +158,9 @@ class Allocator:
                 self._start(cast(ActiveRequest, request), now, parts)
         rows = []
         for request in requests:
-            row = _launch_context(request)
+            row = self._launch_context(request)
+            if self._saves_states:
+                self._save_state(row, parts)
             if row.samples and request.num_draft_tokens:
                 row = self._launch_drafts(cast(ActiveRequest, request), row, parts)
             rows.append(row)
@@ -163,6 +168,25 @@ class Allocator:
                 # later launches may read the blocks that this launch writes
                 self.kv_cache.store_context(request)
         return rows
+
+    def _launch_context(self, request: LlmRequest) -> Row:
+        position, stop = request.context_current_position, None
+        if self._saves_states:  # the chunk ends where a later request may begin
+            stop = self.kv_cache.next_stop(request.request_id, position)
+        request.move_to_next_context_chunk(stop)
+        samples = request.state is not _CONTEXT_INIT
+        if samples:
+            request.launch_token()
+        num_tokens = request.context_current_position - position
+        return Row(
+            request.request_id,
+            request.epoch,
+            request.slot,
+            position,
+            num_tokens,
+            samples,
+            request.beam_width,
+        )
 
     def _start(self, request: ActiveRequest, now: float, parts: _Parts) -> None:
         """Give the request a slot and its blocks."""
@@ -182,6 +206,9 @@ class Allocator:
             request.times.first_scheduled = now
             request.cached_tokens = self.kv_cache.num_cached_tokens(request.request_id)
         parts.starts.append(_sequence_start(request))
+        snapshot = self.kv_cache.found_snapshot(request.request_id)
+        if snapshot != NO_SNAPSHOT:
+            parts.loads.append(StateCopy(request.slot, snapshot))
         first_beam = self.kv_cache.block_ids(request.request_id)[0]  # beam 0 runs the context phase
         parts.appends.append(BlockAppend(request.slot, 0, tuple(first_beam)))
         self._close_ring(request, len(first_beam), parts)
@@ -205,9 +232,20 @@ class Allocator:
             )
             if request.num_draft_tokens:
                 row = self._launch_drafts(cast(ActiveRequest, request), row, parts)
+            if self._saves_states:
+                self._save_state(row, parts)
             rows.append(row)
             request.launch_token()
         return rows
+
+    def _save_state(self, row: Row, parts: _Parts) -> None:
+        """Take a snapshot of the state after the row, if the row ends at a block boundary."""
+        end = row.position + row.num_tokens
+        if end % self.kv_cache.tokens_per_block:
+            return
+        snapshot = self.kv_cache.save_state(row.request_id, end)
+        if snapshot != NO_SNAPSHOT:
+            parts.saves.append(StateCopy(row.slot, snapshot))
 
     def _append(
         self, request: LlmRequest, position: int, new_blocks: tuple[int, ...], parts: _Parts
@@ -268,7 +306,7 @@ class Allocator:
 class _Parts:
     """The parts of a schedule other than its rows, while they are collected."""
 
-    __slots__ = ("appends", "copies", "drafts", "forks", "starts")
+    __slots__ = ("appends", "copies", "drafts", "forks", "loads", "saves", "starts")
 
     def __init__(self) -> None:
         self.starts: list[SequenceStart] = []
@@ -276,6 +314,8 @@ class _Parts:
         self.copies: list[BlockCopy] = []
         self.forks: list[BeamFork] = []
         self.drafts: list[Drafts] = []
+        self.loads: list[StateCopy] = []
+        self.saves: list[StateCopy] = []
 
 
 def _sequence_start(request: ActiveRequest) -> SequenceStart:
@@ -294,24 +334,6 @@ def _sequence_start(request: ActiveRequest) -> SequenceStart:
         search is not None and search.params.sampled,
         1 if search is None else search.num_candidates,
         request.adapter_slot,
-    )
-
-
-def _launch_context(request: LlmRequest) -> Row:
-    position = request.context_current_position
-    request.move_to_next_context_chunk()
-    samples = request.state is not _CONTEXT_INIT
-    if samples:
-        request.launch_token()
-    num_tokens = request.context_current_position - position
-    return Row(
-        request.request_id,
-        request.epoch,
-        request.slot,
-        position,
-        num_tokens,
-        samples,
-        request.beam_width,
     )
 
 

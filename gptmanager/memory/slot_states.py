@@ -24,6 +24,8 @@ class StateShape(NamedTuple):
 class SlotStates:
     """The states of all lines. `tensors[i]` has the shape `[num_lines, *shapes[i].shape]`.
 
+    A line holds the states of a running sequence, or a snapshot of states.
+
     The caller clears a line before a sequence begins in it. Only the model writes nonzero values.
     """
 
@@ -40,6 +42,11 @@ class SlotStates:
             self.stacks[kinds.index(it)][shapes[:number].count(it)]
             for number, it in enumerate(shapes)
         ]
+
+    def copy(self, source: int, destination: int) -> None:
+        """Copy all states of line `source` to line `destination`."""
+        for stack in self.stacks:
+            stack[:, destination] = stack[:, source]
 
     def clear(self, line: int) -> None:
         """Set all states of a line to zero."""

@@ -168,7 +168,8 @@ def iteration_bytes(iteration: Iteration) -> int:
 def schedule_bytes(schedule: Schedule) -> int:
     """Estimate the bytes of a schedule. All rows are assumed to have the same size."""
     rows = len(schedule.context_rows) + len(schedule.generation_rows)
-    size = OBJECT * (1 + 2 * rows + len(schedule.block_copies))
+    copies = len(schedule.block_copies) + len(schedule.state_loads) + len(schedule.state_saves)
+    size = OBJECT * (1 + 2 * rows + copies)
     for others in (schedule.block_appends, schedule.starts, schedule.beam_forks, schedule.drafts):
         if others:
             size += value_bytes(others)

@@ -34,6 +34,7 @@ _SIZES = {
     "max_context_length": (1, _INT32),
     "attention_window": (1, _TOKENS),
     "sink_token_length": (0, _TOKENS),
+    "num_snapshots": (0, _BLOCKS),
 }
 _ADAPTER_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # options that hold functions or file names
@@ -134,6 +135,7 @@ class Bounds:
         self._all_blocks = sizes.num_blocks + sizes.num_host_blocks
         self._table = -(-sizes.max_seq_len // sizes.tokens_per_block) + 1
         self._beams = blueprint.max_beam_width
+        self._snapshots = sizes.num_snapshots
 
     def check(self, intake: Intake, schedule: Schedule | None) -> None:
         """Raise RecordingError for the first number that is impossible with this blueprint."""
@@ -154,6 +156,8 @@ class Bounds:
             _require_all("block_ids", append.block_ids, self._blocks)
         for copy in schedule.block_copies:
             _require_all("block_copies", (copy.source, copy.destination), self._all_blocks)
+        for copied in (*schedule.state_loads, *schedule.state_saves):
+            _require("snapshot", copied.snapshot, 0, self._snapshots - 1)
         for fork in schedule.beam_forks:
             _require_all("parents", fork.parents, self._beams)
 

@@ -207,12 +207,18 @@ class LlmRequest:
             )
         self.state = state
 
-    def move_to_next_context_chunk(self) -> None:
-        """Record the launch of a context chunk. After the last chunk, the request generates."""
+    def move_to_next_context_chunk(self, stop: int | None = None) -> None:
+        """Record the launch of a context chunk. After the last chunk, the request generates.
+
+        If the chunk would pass position `stop`, it ends there, and the rest is the next chunk.
+        """
         if self.state is not _CONTEXT_INIT:
             raise ValueError(f"request {self.request_id} is in {self.state.name}, not in context")
-        size = self._context_chunk_size
-        if size is None:
+        size, position = self._context_chunk_size, self.context_current_position
+        end = self.prompt_len if size is None else position + size
+        if stop is not None and position < stop < end:
+            self.context_current_position, self._context_chunk_size = stop, end - stop
+        elif size is None:
             self.context_current_position = self.prompt_len
         else:
             self.context_current_position += size

@@ -274,7 +274,9 @@ class MicroBatchScheduler:
             kind, cost = "encoder", request.encoder_len
         else:
             kind, cost = "context", request.num_tokens + request.num_draft_tokens
-            if request.estimated_reusable_tokens and request.is_first_context_chunk:
+            if not request.is_first_context_chunk:  # the loop has cut it
+                cost -= request.context_current_position
+            elif request.estimated_reusable_tokens:
                 cost = max(1, cost - request.estimated_reusable_tokens)
         longest = self.max_context_length
         if longest is not None and cost > longest:

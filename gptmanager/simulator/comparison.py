@@ -93,7 +93,12 @@ def variant(
     return _checked(
         dataclasses.replace(
             resized,
-            sizes=dataclasses.replace(resized.sizes, num_host_blocks=num_host_blocks),
+            sizes=dataclasses.replace(
+                resized.sizes,
+                num_host_blocks=num_host_blocks,
+                has_states=sizes.has_states,
+                num_snapshots=sizes.num_snapshots,
+            ),
             hidden_size=blueprint.hidden_size,
             adapters=blueprint.adapters,
         )
