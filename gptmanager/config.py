@@ -90,9 +90,12 @@ class KvCacheConfig:
     moves them. "auto" moves them if copying a block twice, at `host_bytes_per_s`, takes less time
     than computing its tokens again, at `recompute_tokens_per_s`.
 
-    `enable_block_reuse`: None means True, unless the batching is V1 or the model keeps a state for
-    each sequence. `dtype`: the dtype of keys and values; None means the model's dtype. "fp8" stores
-    8-bit floats (e4m3) and uses the checkpoint's scales. "fp8" is rejected on the CPU.
+    `enable_block_reuse`: None means True, unless the batching is V1, or the model keeps a recurrent
+    state for each sequence and `state_snapshots` is 0. `state_snapshots`: the number of copies of
+    such states that cached blocks may have; None means two for each running sequence, at least 8,
+    but at most a quarter of the free memory. `dtype`: the dtype of keys and values; None means the
+    model's dtype. "fp8" stores 8-bit floats (e4m3) and uses the checkpoint's scales. "fp8" is
+    rejected on the CPU.
     """
 
     max_tokens: int | None = None
@@ -113,6 +116,7 @@ class KvCacheConfig:
     host_bytes_per_s: float = 10e9
     recompute_tokens_per_s: float = 20e3
     dtype: Literal["fp8"] | None = None
+    state_snapshots: int | None = None
 
 
 @dataclass(slots=True)

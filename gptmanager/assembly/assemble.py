@@ -146,7 +146,7 @@ def _sizes(
     ranks: Ranks | None,
 ) -> tuple[Sizes, AdapterSizes | None]:
     """Return the sizes of the KV cache and of the adapter cache, equal on all ranks."""
-    budget = without_states(budget, model.spec, wanted[0])
+    budget, num_snapshots = without_states(budget, model.spec, wanted[0])
     host = MemoryBudget(free_memory_bytes())
     if ranks is not None:
         budget, host = ranks.least_budget(budget), ranks.least_budget(host)
@@ -154,7 +154,7 @@ def _sizes(
     adapters = adapter_sizes(config, model, budget.free_bytes, host.free_bytes)
     if adapters is not None and not budget.shared:
         budget = budget._replace(free_bytes=budget.free_bytes - adapters.device_bytes)
-    sizes = size(*wanted, budget)
+    sizes = replace(size(*wanted, budget), num_snapshots=num_snapshots)
     if ranks is not None:
         sizes = size(*wanted, ranks.least_blocks(budget, sizes))
         ranks.check_equal("sizes", (sizes, adapters and adapters.cache))

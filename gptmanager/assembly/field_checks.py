@@ -66,6 +66,7 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
         "sink_token_length": (0, _MANY),
         "host_bytes_per_s": (1.0, 1e18),
         "recompute_tokens_per_s": (1.0, 1e18),
+        "state_snapshots": (0, 1 << 21),
     },
     PeftCacheManagerConfig: {
         "num_host_module_layer": (0, _MANY),

@@ -85,6 +85,11 @@ def _check_kv_cache(kv_cache: KvCacheConfig) -> None:
             f"KvCacheConfig.host_cache_size = {kv_cache.host_cache_size} needs enable_block_reuse: "
             "the host cache holds blocks for reuse"
         )
+    if kv_cache.state_snapshots and kv_cache.enable_block_reuse is False:
+        raise ConfigError(
+            f"KvCacheConfig.state_snapshots = {kv_cache.state_snapshots} needs enable_block_reuse: "
+            "a snapshot belongs to a cached block"
+        )
     for name, neutral in (("onboard_blocks", True), ("secondary_offload_min_priority", None)):
         value = getattr(kv_cache, name)
         if value != neutral and not kv_cache.host_cache_size:

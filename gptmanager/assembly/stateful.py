@@ -1,6 +1,7 @@
 """Set or refuse options of a manager if the model keeps a recurrent state for each sequence.
 
-A recurrent state cannot go back to an earlier token, and cached blocks do not contain the state.
+A recurrent state cannot go back to an earlier token. Cached blocks do not contain it, so they can
+only be reused up to a block with a snapshot, a copy of the state after the block.
 """
 
 from __future__ import annotations
@@ -15,60 +16,84 @@ from gptmanager.memory.slot_states import state_bytes
 from gptmanager.models.model import Dimensions, state_shapes
 
 _MIB = 1 << 20
+# if state_snapshots is None: of the prompt and of the answer of each sequence, but at least some,
+# and at most this share of the memory that the states leave free
+_SNAPSHOTS_PER_SLOT, _FEWEST_SNAPSHOTS = 2, 8
+_SNAPSHOT_SHARE = 0.25
 
 
 def settle_reuse(params: OptionalParams, spec: Dimensions, model_type: ModelType) -> OptionalParams:
     """Return the params with `enable_block_reuse` True or False.
 
-    If it is None, block reuse is on, except for ModelType.V1 and for a model that keeps a state.
+    If it is None, block reuse is on, except for ModelType.V1, and for a model that keeps a state if
+    `state_snapshots` is 0.
     """
-    has_states = bool(state_shapes(spec))
     cache = params.kv_cache_config
     if cache.enable_block_reuse is not None:
         return params
-    is_reused = not has_states and model_type is not ModelType.V1
-    if has_states:
-        logger.info(
-            "block reuse is off: the model keeps a state for each sequence, which cached blocks do "
-            "not contain"
-        )
+    has_snapshots = not state_shapes(spec) or cache.state_snapshots != 0
+    is_reused = has_snapshots and model_type is not ModelType.V1
     cache = replace(cache, enable_block_reuse=is_reused)
     return replace(params, kv_cache_config=cache)
 
 
-def without_states(budget: MemoryBudget, spec: Dimensions, params: OptionalParams) -> MemoryBudget:
-    """Return the memory budget that is left for KV cache blocks after the states of all slots.
+def without_states(
+    budget: MemoryBudget, spec: Dimensions, params: OptionalParams
+) -> tuple[MemoryBudget, int]:
+    """Return the memory that the states leave for KV cache blocks, and the number of snapshots.
 
     Raise ConfigError if nothing is left.
     """
     shapes = state_shapes(spec)
     if not shapes:
-        return budget
+        return budget, 0
     count, each = num_slots(params), state_bytes(shapes)
-    logger.info(
-        "the model keeps a state of %d bytes for each sequence: %.2f MiB for %d sequences",
-        *(each, count * each / _MIB, count),
-    )
-    if count * each >= budget.free_bytes:
+    left = budget.free_bytes - count * each
+    if left <= 0:
         raise ConfigError(
             f"OptionalParams.max_batch_size = {params.max_batch_size}: the states of {count} "
             f"sequences need {count * each} bytes, and {budget.free_bytes:.0f} bytes are free for "
             "them and for the KV cache"
         )
-    return budget._replace(free_bytes=budget.free_bytes - count * each)
+    snapshots = 0
+    if params.kv_cache_config.enable_block_reuse:
+        given = params.kv_cache_config.state_snapshots
+        useful = max(_FEWEST_SNAPSHOTS, _SNAPSHOTS_PER_SLOT * count)
+        fitting = int(left * _SNAPSHOT_SHARE) // max(1, each)
+        snapshots = max(1, min(useful, fitting)) if given is None else given
+    logger.info(
+        "the model keeps a state of %d bytes for each sequence: %.2f MiB for %d sequences and %d "
+        "snapshots of them",
+        *(each, (count + snapshots) * each / _MIB, count, snapshots),
+    )
+    if snapshots * each >= left:
+        raise ConfigError(
+            f"KvCacheConfig.state_snapshots = {snapshots}: they need {snapshots * each} bytes, and "
+            f"{left:.0f} bytes are free for them and for the KV cache"
+        )
+    return budget._replace(free_bytes=left - snapshots * each), snapshots
 
 
 def refuse_for_states(params: OptionalParams, max_beam_width: int, spec: Dimensions) -> None:
-    """If the model keeps a state, raise ConfigError for the options that a state rules out."""
-    if not state_shapes(spec):
-        return
+    """Raise ConfigError for the options that contradict the model's state, or its lack of one."""
     cache, shared = params.kv_cache_config, "it cannot be shared by sequences"
+    if not state_shapes(spec):
+        if cache.state_snapshots is not None:
+            raise ConfigError(
+                f"KvCacheConfig.state_snapshots = {cache.state_snapshots} is refused: the model "
+                "keeps no state for each sequence"
+            )
+        return
+    if cache.enable_block_reuse and cache.state_snapshots == 0:
+        raise ConfigError(
+            "KvCacheConfig.enable_block_reuse = True needs state_snapshots of at least 1: the "
+            "model keeps a state for each sequence, and cached blocks do not contain it"
+        )
     back = "it cannot go back to the token before a rejected draft"
-    missing = "cached blocks do not contain it"
+    host = "the host tier has no snapshots of it"
     for name, value, reason in (
         ("max_beam_width", max_beam_width if max_beam_width > 1 else None, shared),
-        ("KvCacheConfig.enable_block_reuse", cache.enable_block_reuse or None, missing),
-        ("KvCacheConfig.host_cache_size", cache.host_cache_size or None, missing),
+        ("KvCacheConfig.host_cache_size", cache.host_cache_size or None, host),
         ("OptionalParams.speculative_decoding_config", params.speculative_decoding_config, back),
         ("OptionalParams.parallel_config", params.parallel_config, "ranks do not split it"),
     ):

@@ -46,6 +46,7 @@ CONSTRUCTOR = ("manager.md", "## The constructor")
 _TIER = {"enable_block_reuse": True, "host_cache_size": 1 << 30}
 NEEDED = {
     "host_cache_size": {"enable_block_reuse": True},
+    "state_snapshots": {"enable_block_reuse": True},
     "secondary_offload_min_priority": _TIER,
     "sink_token_length": {"max_attention_window": 2**31 - 1},
     "max_ngram": {"min_ngram": 1},

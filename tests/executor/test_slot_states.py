@@ -1,11 +1,11 @@
-"""Models with a state for each slot: it is cleared, counted, computed again, and never shared."""
+"""Models with a state for each slot: it is cleared, counted, copied, and computed again."""
 
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from cuda_headers import require_cuda_headers
 from stateful_runs import run_many
 
 from gptmanager import (
+    CapacitySchedulerPolicy,
     GptManager,
     InferenceRequest,
     KvCacheConfig,
@@ -21,13 +22,18 @@ from gptmanager import (
     OptionalParams,
     ParallelConfig,
     PromptLookup,
+    SchedulerConfig,
 )
 from gptmanager.errors import ConfigError
+from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.memory.slot_states import StateShape, state_bytes
-from gptmanager.testing import RecordingCallbacks
+from gptmanager.recorder.recording_file import read_recording
+from gptmanager.replay import replay
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
 from gptmanager.testing.hosts import ScriptedSpec
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING
+NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 MODULUS = 89
 
 
@@ -79,10 +85,21 @@ def continued(prompt: Any, count: int) -> list[int]:
     return text[len(prompt) :]
 
 
+REUSE = {"enable_block_reuse": True, "max_tokens": 80, "state_snapshots": 9}
+
+
 @pytest.mark.parametrize(
     ("count", "options"),
-    [(200, {}), (200, {"enable_trt_overlap": True}), (20, {"device": "emulator"})],
-    ids=["plain", "overlap", "device"],
+    [
+        (200, {}),
+        (200, {"enable_trt_overlap": True}),
+        (20, {"device": "emulator"}),
+        (200, {"cache": REUSE}),
+        (200, {"cache": REUSE, "enable_trt_overlap": True}),
+        (200, {"cache": REUSE, "run_ahead": 1, "enable_chunked_context": True, "policy": NO_EVICT}),
+        (60, {"cache": REUSE, "device": "emulator"}),
+    ],
+    ids=["plain", "overlap", "device", "reuse", "reuse overlap", "reuse ahead", "reuse device"],
 )
 @pytest.mark.every(2)
 def test_each_of_200_requests_is_as_alone(count: int, options: dict[str, Any]) -> None:
@@ -91,7 +108,10 @@ def test_each_of_200_requests_is_as_alone(count: int, options: dict[str, Any]) -
     model = Digesting()
     model.spec = replace(model.spec, num_layers=1)  # kernels of devices copy blocks of a layer
     host = run_many(model, lambda own, size: [continued(it, size) for it in own], count, **options)
-    assert host.total("Paused Requests") > 0  # and their states were computed again
+    if "policy" not in options:
+        assert host.total("Paused Requests") > 0  # and their states were computed again, or found
+    reused = json.loads(host.statistics[-1])["gptmanager"]["block_reuse"]["reused_tokens"]
+    assert (reused > count) == ("cache" in options)
 
 
 def run(model: Any, requests: Any, kind: ModelType = FUSED, **options: Any) -> RecordingCallbacks:
@@ -141,30 +161,26 @@ def test_a_step_that_is_short_of_memory_does_not_run_twice() -> None:
     assert all(host.output(i) == continued([i, 5], 6) for i in (2, 3, 4))
 
 
-CACHED = "cached blocks do not contain it"
-
-
 @pytest.mark.parametrize(
     ("options", "width", "reason"),
     [
-        ({"kv_cache_config": KvCacheConfig(enable_block_reuse=True)}, 1, CACHED),
         (
             {"kv_cache_config": KvCacheConfig(enable_block_reuse=None, host_cache_size=1 << 20)},
             1,
-            CACHED,
+            "the host tier has no snapshots of it",
         ),
         ({"speculative_decoding_config": PromptLookup()}, 1, "it cannot go back to the token"),
         ({"parallel_config": ParallelConfig()}, 1, "ranks do not split it"),
         ({}, 2, "it cannot be shared by sequences"),
     ],
-    ids=["reuse", "host tier", "lookup", "ranks", "beams"],
+    ids=["host tier", "lookup", "ranks", "beams"],
 )
 def test_what_a_state_rules_out_is_refused_by_name(
     options: dict[str, Any], width: int, reason: str
 ) -> None:
     name = next(iter(options), "max_beam_width")
     if name == "kv_cache_config":
-        name = "host_cache_size" if options[name].host_cache_size else "enable_block_reuse"
+        name = "host_cache_size"
     host = RecordingCallbacks()
     with pytest.raises(
         ConfigError, match=f"{name} = .* refused: the model keeps a state.*{reason}"
@@ -182,10 +198,121 @@ def test_drafts_of_a_request_are_refused_by_name() -> None:
     assert text in run(Digesting(), [request]).final(1).error
 
 
-def test_reuse_that_is_on_by_default_is_off(caplog: Any) -> None:
-    caplog.set_level(logging.INFO, logger="gptmanager")
-    requests = [InferenceRequest.from_tokens(i, [7] * 40, 5) for i in range(3)]
-    cache = KvCacheConfig(enable_block_reuse=None, tokens_per_block=8)
-    host = run(Digesting(), requests, max_batch_size=1, kv_cache_config=cache)
-    assert "block reuse is off: the model keeps a state for each sequence" in caplog.text
-    assert all(host.output(i) == continued([7] * 40, 5) for i in range(3))
+def cached_tokens(host: RecordingCallbacks, request_id: int) -> int:
+    metrics = host.final(request_id).tensors["request_metrics"]
+    return int(metrics[REQUEST_METRICS.index("cached_tokens")])
+
+
+def chat(
+    cache: KvCacheConfig, turns: Any, policy: Any = NO_EVICT, kind: ModelType = FUSED, **more: Any
+) -> list[int]:
+    """Ask turn after turn of a conversation; return the cached tokens of each."""
+    host, text, found = RecordingCallbacks(), [], []
+    params = OptionalParams(kv_cache_config=cache, **more)
+    own = {"scheduler_config": SchedulerConfig(policy), "optional_params": params}
+    with GptManager(Digesting(), kind, **own, **host.keywords()) as manager:
+        host.manager = manager
+        for number, (turn, length) in enumerate(turns):
+            text += turn
+            host.submit(InferenceRequest.from_tokens(number, text, length))
+            host.final(number, 30)
+            answer = host.output(number)[len(text) :]
+            assert answer == continued(text, length)
+            text += answer
+            found.append(cached_tokens(host, number))
+        assert manager.audit().ok
+    return found
+
+
+TURNS = [([7] * 20, 5), ([8] * 9, 20), ([9] * 3, 2), ([3] * 20, 4)]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("snapshots", [None, 1, 2])
+def test_a_conversation_computes_only_what_is_new(chunked: bool, snapshots: int | None) -> None:
+    cache = KvCacheConfig(enable_block_reuse=None, tokens_per_block=8, state_snapshots=snapshots)
+    # 20 + 5, 34 + 20 and 57 + 2 tokens: all full blocks of these
+    assert chat(cache, TURNS, enable_chunked_context=chunked) == [0, 24, 48, 56]
+
+
+def test_a_static_batch_finds_answers() -> None:
+    cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8)
+    found = chat(cache, TURNS, CapacitySchedulerPolicy.STATIC_BATCH)
+    assert found == [0, 24, 48, 48]  # the third prompt ends between two boundaries
+
+
+@pytest.mark.parametrize("kind", [ModelType.V1, FUSED])
+def test_reuse_can_be_off(kind: ModelType) -> None:
+    off = None if kind is ModelType.V1 else 0
+    cache = KvCacheConfig(enable_block_reuse=None, tokens_per_block=8, state_snapshots=off)
+    assert chat(cache, TURNS[:2], kind=kind) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "text"),
+    [
+        (Digesting(), {"enable_block_reuse": True, "state_snapshots": 0}, "of at least 1"),
+        (Digesting(), {"state_snapshots": 3}, "state_snapshots = 3 needs enable_block_reuse"),
+        (
+            Digesting(),
+            {"enable_block_reuse": True, "state_snapshots": 1 << 21},
+            "they need .* bytes, and .* are free",
+        ),
+        (
+            ScriptedModel(lambda history: 1),
+            {"enable_block_reuse": True, "state_snapshots": 3},
+            "is refused: the model keeps no state",
+        ),
+    ],
+    ids=["none", "off", "too many", "no state"],
+)
+def test_wrong_numbers_of_snapshots_are_refused(model: Any, cache: Any, text: str) -> None:
+    if cache["state_snapshots"] > 100:
+        model.spec = replace(model.spec, states=(StateShape((1 << 22,)),))
+    with pytest.raises(ConfigError, match=f"KvCacheConfig.*{text}"):
+        run(model, [], max_batch_size=2, kv_cache_config=KvCacheConfig(**cache))
+
+
+def test_a_failed_step_leaves_no_snapshot() -> None:
+    """The step that fails has changed the states already, and a snapshot was due after it."""
+    model = Digesting()
+    model.fails_at = {2}
+    cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8)
+    prompts = [[4] * 20, [4] * 20, [4] * 30]
+    requests = [InferenceRequest.from_tokens(i, it, 6) for i, it in enumerate(prompts)]
+    host = run(model, requests, max_batch_size=1, kv_cache_config=cache)
+    assert "out of memory" in host.final(0).error
+    assert all(host.output(i) == continued(prompts[i], 6) for i in (1, 2))
+    assert [cached_tokens(host, i) for i in (1, 2)] == [0, 16]
+
+
+def test_cleared_blocks_lose_their_snapshots() -> None:
+    host = RecordingCallbacks()
+    cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8)
+    params = OptionalParams(kv_cache_config=cache, exclude_input_in_output=True)
+    with GptManager(Digesting(), FUSED, optional_params=params, **host.keywords()) as manager:
+        host.manager = manager
+        for number in range(4):
+            if number == 2:
+                manager.clear_cached()
+            host.submit(InferenceRequest.from_tokens(number, [5] * 20, 4))
+            host.final(number, 30)
+            assert host.output(number) == continued([5] * 20, 4)
+    assert [cached_tokens(host, number) for number in range(4)] == [0, 16, 0, 16]
+
+
+def test_a_recording_with_snapshots_replays(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    host = run_many(
+        Digesting(),
+        lambda own, size: [continued(it, size) for it in own],
+        30,
+        cache=REUSE,
+        recording_path=path,
+    )
+    assert host.total("Paused Requests") > 0
+    recording = read_recording(path)
+    schedules = [it.schedule for it in recording.iterations if it.schedule is not None]
+    assert any(it.state_loads for it in schedules) and any(it.state_saves for it in schedules)
+    report = replay(recording)
+    assert report.divergence is None and report.compared == len(recording.iterations)

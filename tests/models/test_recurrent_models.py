@@ -35,6 +35,7 @@ from gptmanager import (
 from gptmanager.callbacks import load_peft_adapter
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups, round_to_int8
+from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.memory.weights import Weights
 from gptmanager.models import load_model
 from gptmanager.recorder.recording_file import read_recording
@@ -78,6 +79,9 @@ def greedy(folder: Path, model: Any) -> list[list[int]]:
     for prompt, own in zip(PROMPTS, found, strict=True):
         assert is_greedy(model, prompt, own)
     return found
+
+
+CACHE = {"enable_block_reuse": None, "tokens_per_block": 8, "max_tokens": 512}
 
 
 def options_of(**more: Any) -> OptionalParams:
@@ -140,6 +144,29 @@ def test_weights_in_8_and_4_bits(model: Any, folder: Path, kind: Any) -> None:
     own = {"weights_dtype": kind, "deterministic": True}
     alone = [outputs(folder, [prompt], **own)[0] for prompt in PROMPTS]
     assert outputs(folder, PROMPTS, **own) == alone
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "qwen3_next"])
+@pytest.mark.every(2)
+def test_each_turn_of_a_chat_begins_with_a_snapshot(name: str) -> None:
+    own = {**FAMILY_CONFIGS[name], "model_type": name, "num_hidden_layers": 4}
+    model = random_model(own)
+    host, text, found = RecordingCallbacks(), [], []
+    params = options_of(kv_cache_config=KvCacheConfig(**CACHE))
+    given = checkpoint(model), FUSED
+    with GptManager(*given, optional_params=params, **host.keywords()) as manager:
+        host.manager = manager
+        for number, prompt in enumerate([*PROMPTS, PROMPTS[0]]):
+            text += [token % 90 for token in prompt]
+            host.submit(InferenceRequest.from_tokens(number, text, LENGTH))
+            metrics = host.final(number, 60).tensors["request_metrics"]
+            found.append(int(metrics[REQUEST_METRICS.index("cached_tokens")]))
+            assert is_greedy(model, text, host.output(number))
+            text += host.output(number)
+        assert manager.audit().ok
+    lengths = [25, 26, 29, 46]  # of the prompts, each with the earlier turns
+    ends = [length + LENGTH * number - 1 for number, length in enumerate([*lengths], 1)]
+    assert found == [0, *(end - end % 8 for end in ends)]
 
 
 def test_prompt_tables_and_replay(model: Any, folder: Path, tmp_path: Path, greedy: Any) -> None:
@@ -242,9 +269,11 @@ def test_sleep_and_new_weights(model: Any, folder: Path, greedy: Any) -> None:
             host.submit(InferenceRequest.from_tokens(number, prompt, LENGTH))
         return [host.final(it, 60).tensors["output_ids"].flatten().tolist() for it in own]
 
-    with GptManager(folder, FUSED, optional_params=options_of(), **host.keywords()) as manager:
+    own = options_of(kv_cache_config=KvCacheConfig(**CACHE))
+    with GptManager(folder, FUSED, optional_params=own, **host.keywords()) as manager:
         host.manager = manager
         assert run() == greedy
+        assert run() == greedy  # most of it found
         manager.sleep()
         manager.wake()
         assert run() == greedy
@@ -277,14 +306,10 @@ def test_adapters_of_recurrent_layers(name: str, tmp_path: Path) -> None:
     assert found == outputs((config, merged), PROMPTS) != outputs(given, PROMPTS)
 
 
-CACHE = {"enable_block_reuse": None, "tokens_per_block": 8}
-
-
 @pytest.mark.parametrize(
     ("name", "width", "options"),
     [
         ("max_beam_width", 2, {}),
-        ("enable_block_reuse", 1, {"kv_cache_config": KvCacheConfig(enable_block_reuse=True)}),
         (
             "host_cache_size",
             1,
@@ -310,6 +335,6 @@ def test_what_a_state_rules_out_is_refused_before_weights_are_read(
         )
 
 
-def test_servers_say_that_blocks_are_not_reused(folder: Path) -> None:
+def test_a_card_says_that_a_model_keeps_a_state(folder: Path) -> None:
     assert ModelCard.of_folder(folder, ("recurrent",)).keeps_state
     assert not ModelCard.of_folder(Path("examples/tiny_llama"), ("llama",)).keeps_state

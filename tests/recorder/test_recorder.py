@@ -270,7 +270,7 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
         "num_removals",  # compared within an iteration
     }
     assert vars(loop.allocator).keys() == {
-        *("kv_cache", "num_slots", "window"),
+        *("kv_cache", "num_slots", "window", "_saves_states"),
         *("_free_slots", "_num_starts", "num_schedules", "_paused"),
     }
     assert vars(loop.table.adapters).keys() == {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from gptmanager import (
@@ -38,12 +39,22 @@ class CancellingHost(RecordingCallbacks):
         return sum(json.loads(record)[name] for record in self.statistics)
 
 
-def run_many(model: Any, continued: Continue, count: int = 200, **options: Any) -> CancellingHost:
+def run_many(
+    model: Any,
+    continued: Continue,
+    count: int = 200,
+    *,
+    policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.MAX_UTILIZATION,
+    cache: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> CancellingHost:
     """Run `count` greedy requests over few slots and blocks; each must be as if it were alone."""
     drawn = random.Random(3)
     vocab = model.spec.vocab_size if hasattr(model, "spec") else 96
+    common = [drawn.randrange(1, vocab) for _ in range(9)] if cache else []
     prompts = [
-        [drawn.randrange(1, vocab) for _ in range(drawn.choice((1, 2, 5, 9, 17, 30)))]
+        [*common[: drawn.choice((0, 9, 9))]]
+        + [drawn.randrange(1, vocab) for _ in range(drawn.choice((1, 2, 5, 9, 17, 30)))]
         for _ in range(40)
     ]
     outputs = continued(prompts, 30)
@@ -63,18 +74,19 @@ def run_many(model: Any, continued: Continue, count: int = 200, **options: Any) 
         wanted[number] = full
     host = CancellingHost(requests, cancelled)
     params = OptionalParams(
-        kv_cache_config=KvCacheConfig(max_tokens=72, tokens_per_block=8),
+        kv_cache_config=KvCacheConfig(**{"max_tokens": 72, "tokens_per_block": 8, **cache}),
         max_batch_size=7,
         max_num_tokens=24,
         exclude_input_in_output=True,
         **options,
     )
-    policy = SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION)
+    config = SchedulerConfig(policy)
     given_model = model, ModelType.INFLIGHT_FUSED_BATCHING
     with GptManager(
-        *given_model, scheduler_config=policy, optional_params=params, **host.keywords()
+        *given_model, scheduler_config=config, optional_params=params, **host.keywords()
     ) as manager:
         manager.wait_idle()
+        assert manager.audit().ok
     for number, full in wanted.items():
         assert not host.final(number).error
         own = host.output(number)

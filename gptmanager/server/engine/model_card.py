@@ -31,8 +31,7 @@ class ModelCard:
     module for an adapter of rank 1. `sampling_defaults` are from generation_config.json.
     `special_tokens` maps names in tokenizer_config.json (`bos_token`, `eos_token`, ...) to texts.
     If the folder has no tokenizer, `tokenizer` is None and prompts must be token ids. If the model
-    keeps a recurrent state for each sequence, `keeps_state` is True and KV cache blocks are not
-    reused.
+    keeps a recurrent state for each sequence, `keeps_state` is True.
     """
 
     names: tuple[str, ...]

@@ -98,8 +98,9 @@ class Inference:
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.max_rows = settings.concurrency
-        is_on = settings.params.kv_cache_config.enable_block_reuse is not False
-        self.reuses_blocks = is_on and not engine.card.keeps_state
+        cache = settings.params.kv_cache_config
+        has_snapshots = not engine.card.keeps_state or cache.state_snapshots != 0
+        self.reuses_blocks = cache.enable_block_reuse is not False and has_snapshots
         sizes = sizes_of(engine, settings)
         tokens = TokenModel(engine, settings, sizes)
         self.models: dict[str, Model] = {tokens.name: tokens}
