@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cuda_headers import require_cuda_headers
-from stateful_runs import run_many
+from stateful_runs import Digesting, continued, run_many
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -30,61 +28,9 @@ from gptmanager.memory.slot_states import StateShape, state_bytes
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
-from gptmanager.testing.hosts import ScriptedSpec
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING
 NO_EVICT = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
-MODULUS = 89
-
-
-@dataclass(frozen=True)
-class StatefulSpec(ScriptedSpec):
-    states: tuple[StateShape, ...] = field(
-        default=(StateShape((2,), torch.int64), StateShape((3, 5)), StateShape((2,), torch.int64))
-    )
-
-
-class Digesting:
-    """A model whose next token is a digest of all tokens, which only its states have seen."""
-
-    nbytes = 0
-
-    def __init__(self) -> None:
-        self.spec = StatefulSpec(MODULUS, 100)
-        self.fails_at: set[int] = set()  # the numbers of forwards that fail after changing states
-        self.num_forwards = 0
-
-    def forward(self, batch: Any, kv_pool: Any) -> torch.Tensor:
-        self.num_forwards += 1
-        states = kv_pool.states.tensors[0]
-        digests = []
-        for (start, stop), slot in zip(
-            pairwise(batch.row_starts.tolist()), batch.slots.tolist(), strict=True
-        ):
-            count, digest = states[slot].tolist()
-            assert count == batch.positions[start]  # cleared where another sequence begins
-            for token in batch.token_ids[start:stop].tolist():
-                count, digest = count + 1, (31 * digest + token + count) % MODULUS
-                digests.append(digest)
-            states[slot] = torch.tensor([count, digest])
-        if self.num_forwards in self.fails_at:
-            raise torch.OutOfMemoryError("out of memory: tried to allocate 2.00 GiB")
-        logits = torch.zeros(len(batch.sample_index), MODULUS)
-        chosen = [digests[at] for at in batch.sample_index.tolist()]
-        logits[range(len(chosen)), chosen] = 1
-        return logits
-
-
-def continued(prompt: Any, count: int) -> list[int]:
-    text = list(prompt)
-    for _ in range(count):
-        digest = 0
-        for number, token in enumerate(text):
-            digest = (31 * digest + token + number) % MODULUS
-        text.append(digest)
-    return text[len(prompt) :]
-
-
 REUSE = {"enable_block_reuse": True, "max_tokens": 80, "state_snapshots": 9}
 
 
@@ -94,9 +40,9 @@ REUSE = {"enable_block_reuse": True, "max_tokens": 80, "state_snapshots": 9}
         (200, {}),
         (200, {"enable_trt_overlap": True}),
         (20, {"device": "emulator"}),
-        (200, {"cache": REUSE}),
-        (200, {"cache": REUSE, "enable_trt_overlap": True}),
-        (200, {"cache": REUSE, "run_ahead": 1, "enable_chunked_context": True, "policy": NO_EVICT}),
+        (100, {"cache": REUSE}),
+        (100, {"cache": REUSE, "enable_trt_overlap": True}),
+        (100, {"cache": REUSE, "run_ahead": 1, "enable_chunked_context": True, "policy": NO_EVICT}),
         (60, {"cache": REUSE, "device": "emulator"}),
     ],
     ids=["plain", "overlap", "device", "reuse", "reuse overlap", "reuse ahead", "reuse device"],
