@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import PagedDriver
+from renamed_families import RENAMED
 
 from gptmanager.kernels import CpuKernels
 from gptmanager.models.families import FAMILIES
@@ -121,6 +122,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "vaultgemma": _MIXED,
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 256},
     "gpt_bigcode": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 256},
+    "gptj": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 256, "rotary_dim": 8},
     "gpt_neox": {},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "bloom": {"n_head": 4, "n_layer": 4},
@@ -205,6 +207,8 @@ def table(names: Iterable[str] = (*FAMILIES, *ARCHITECTURES)) -> str:
         native = "yes" if name in FAMILIES else ""
         if name in PARTS:
             other = f"refused: transformers has it only as a part of `{PARTS[name]}`"
+        elif name in RENAMED:
+            other = "not tried: transformers 5.17 does not have it"
         elif name in REFUSED:
             other = f"refused: {REFUSED[name]}"
         else:

@@ -28,7 +28,7 @@ from gptmanager.models.gguf.architecture import (
     Architecture,
 )
 from gptmanager.models.gguf.convolutions import CONVOLUTIONS
-from gptmanager.models.gguf.further_fields import gemma4_fields, ministral_rope
+from gptmanager.models.gguf.further_fields import gemma4_fields, minicpm_scales, ministral_rope
 from gptmanager.models.gguf.linears import LINEARS
 from gptmanager.models.gguf.mixtures import DEEPSEEK_V3, GRANITE_SHARED, MIXTRAL, MIXTURES
 
@@ -48,6 +48,20 @@ _GEMMA2 = replace(
 # Positions of a text are the same in all sections; text has no features of an image to add.
 _OF_MEDIA = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
 _BY_KIND = ("num_key_value_heads", "intermediate_size", "head_dim", "attn_logit_softcapping")
+_GPT2_FIELDS = {
+    "n_embd": "embedding_length",
+    "n_inner": "feed_forward_length",
+    "n_layer": "block_count",
+    "n_head": "attention.head_count",
+    "n_positions": "context_length",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+}
+_OF_GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
 _MLP_BIAS = {"mlp_bias": "blk.0.ffn_up.bias"}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
@@ -110,23 +124,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gpt2": Architecture(
         "gpt2",
-        fields={
-            "n_embd": "embedding_length",
-            "n_inner": "feed_forward_length",
-            "n_layer": "block_count",
-            "n_head": "attention.head_count",
-            "n_positions": "context_length",
-            "layer_norm_epsilon": "attention.layer_norm_epsilon",
-        },
+        fields=_GPT2_FIELDS,
         constants={"activation_function": "gelu_new"},
         layer="transformer.h.{}.",
         modules=GPT2,
-        outside={
-            "token_embd": "transformer.wte",
-            "position_embd": "transformer.wpe",
-            "output_norm": "transformer.ln_f",
-            "output": "lm_head",
-        },
+        outside=_OF_GPT2,
         transposed=True,
     ),
     "phi2": Architecture(
@@ -146,7 +148,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "olmo": Architecture(
         "olmo",
-        fields={key: ROTARY[key] for key in ROTARY if key != "rms_norm_eps"},
+        fields={
+            **{key: ROTARY[key] for key in ROTARY if key != "rms_norm_eps"},
+            "clip_qkv": "attention.clamp_kqv",
+        },
         permuted=True,
         ignored=frozenset({"attention.layer_norm_epsilon"}),  # the same in all such models
         biases=ATTENTION_BIAS,
@@ -271,6 +276,62 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         further=ministral_rope,
         permuted=True,
         ignored=frozenset({"rope.scaling.yarn_log_multiplier", "attention.temperature_scale"}),
+    ),
+    "exaone": Architecture(
+        "exaone",
+        fields={
+            **{key: ROTARY[key] for key in ROTARY if key != "rms_norm_eps"},
+            "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+        },
+        layer="transformer.h.{}.",
+        modules={
+            "attn_norm": "ln_1",
+            "attn_q": "attn.attention.q_proj",
+            "attn_k": "attn.attention.k_proj",
+            "attn_v": "attn.attention.v_proj",
+            "attn_output": "attn.attention.out_proj",
+            "ffn_norm": "ln_2",
+            "ffn_gate": "mlp.c_fc_0",
+            "ffn_up": "mlp.c_fc_1",
+            "ffn_down": "mlp.c_proj",
+        },
+        outside=_OF_GPT2,
+        ignored=frozenset({"attention.layer_norm_epsilon"}),
+    ),
+    "internlm2": Architecture(
+        "internlm2",
+        permuted=True,
+        modules={
+            "attn_norm": "attention_norm",
+            "attn_q": "attention.wq",
+            "attn_k": "attention.wk",
+            "attn_v": "attention.wv",
+            "attn_output": "attention.wo",
+            "ffn_norm": "ffn_norm",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        },
+        outside={
+            "token_embd": "model.tok_embeddings",
+            "output_norm": "model.norm",
+            "output": "output",
+        },
+        biases={"bias": "blk.0.attn_output.bias"},
+    ),
+    "minicpm": Architecture(
+        "minicpm",
+        further=minicpm_scales,
+        permuted=True,
+        ignored=frozenset({"embedding_scale", "residual_scale", "logit_scale"}),
+        biases=ATTENTION_BIAS,
+    ),
+    "starcoder": Architecture(
+        "gpt_bigcode",
+        fields={**_GPT2_FIELDS, "num_key_value_heads": "attention.head_count_kv"},
+        layer="transformer.h.{}.",
+        modules=GPT2,
+        outside=_OF_GPT2,
     ),
     **LINEARS,
     **CONVOLUTIONS,

@@ -9,6 +9,7 @@ from gptmanager.models.gguf.architecture import Config
 from gptmanager.models.gguf.metadata import Metadata
 
 Names = Collection[str]
+_LEAST_SCALE = 1e-9
 
 
 def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
@@ -40,6 +41,29 @@ def ministral_rope(metadata: Metadata, prefix: str, _: Names, config: Config) ->
     own = {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
     beta = metadata.plain(f"{prefix}attention.temperature_scale")
     return {"rope_scaling": {**scaling, **own, "llama_4_scaling_beta": beta}}
+
+
+def minicpm_scales(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
+    """Return MiniCPM's numbers from the scales in a file. The first files do not have scales."""
+    keys = "embedding_scale", "residual_scale", "logit_scale"
+    scale, residual, logits = (metadata.plain(prefix + key) for key in keys)
+    hidden, layers = config.get("hidden_size"), config.get("num_hidden_layers")
+    if isinstance(residual, float) and isinstance(layers, int) and layers > 0:
+        residual = round(residual * layers**0.5, 6)
+    if isinstance(logits, float) and isinstance(hidden, int) and logits > _LEAST_SCALE:
+        logits = round(hidden / logits)
+    return {
+        "scale_emb": 12.0 if scale is None else scale,
+        "scale_depth": 1.4 if residual is None else residual,
+        "dim_model_base": 256 if logits is None else logits,
+    }
+
+
+def minicpm3_fields(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
+    """Return the elements of a head's query and key that do not rotate."""
+    key, rotated = metadata.integer(f"{prefix}attention.key_length"), config.get("qk_rope_head_dim")
+    is_known = key is not None and isinstance(rotated, int)
+    return {"qk_nope_head_dim": key - rotated} if is_known else {}
 
 
 def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:

@@ -25,6 +25,7 @@ from gptmanager.models.gguf.further_fields import (
     deepseek_fields,
     gpt_oss_rope,
     llama4_fields,
+    minicpm3_fields,
     without_further_layers,
 )
 
@@ -117,6 +118,19 @@ _DEEPSEEK_V2 = Architecture(
     ),
     required={"expert_gating_func": 1},
     biases={"attention_bias": "blk.0.attn_kv_a_mqa.bias"},
+)
+_MINICPM3 = replace(
+    _DEEPSEEK_V2,
+    model_type="minicpm3",
+    fields={
+        **{key: ROTARY[key] for key in ROTARY if key != "head_dim"},
+        **{key: _DEEPSEEK_V2.fields[key] for key in ("q_lora_rank", "kv_lora_rank")},
+        "qk_rope_head_dim": "rope.dimension_count",
+    },
+    constants={"scale_emb": 12.0, "scale_depth": 1.4, "dim_model_base": 256},
+    further=minicpm3_fields,
+    ignored=frozenset(),
+    required={},
 )
 DEEPSEEK_V3 = replace(_DEEPSEEK_V2, model_type="deepseek_v3", required=_SIGMOID)
 MIXTURES: Mapping[str, Architecture] = {
@@ -244,7 +258,31 @@ MIXTURES: Mapping[str, Architecture] = {
         ignored=frozenset({"feed_forward_length"}),
         required=_SIGMOID,
     ),
+    "afmoe": Architecture(
+        "afmoe",
+        fields={
+            **MIXTURE,
+            "num_shared_experts": "expert_shared_count",
+            "num_dense_layers": "leading_dense_block_count",
+            "route_scale": "expert_weights_scale",
+            "route_norm": "expert_weights_norm",
+            **WINDOWS,
+        },
+        constants={"mup_enabled": True, "num_dense_layers": 0, "route_scale": 1.0},
+        modules={
+            **CORRECTED,
+            "ffn_gate_inp": "mlp.router.gate",
+            "exp_probs_b.bias": "mlp.expert_bias",
+            "attn_gate": "self_attn.gate_proj",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        stacked=EXPERTS,
+        required=_SIGMOID,
+    ),
     "deepseek2": _DEEPSEEK_V2,
+    "minicpm3": _MINICPM3,
     "llama4": Architecture(
         "llama4_text",
         fields={

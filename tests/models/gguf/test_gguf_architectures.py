@@ -108,6 +108,15 @@ def test_names_of_parts_are_only_taken_where_a_checkpoint_has_them() -> None:
     assert {f"{parts}.weight", f"{parts}.bias"} <= places.keys() and whole not in places
 
 
+def test_the_first_files_of_minicpm_have_no_scales() -> None:
+    header, names = read_header(FOLDER / "minicpm.gguf"), ("scale_emb", "scale_depth")
+    config = config_of(header)
+    assert [config[it] for it in (*names, "dim_model_base")] == [3.0, 1.4, 16]
+    rest = {key: it for key, it in header.metadata.items() if not key.endswith("_scale")}
+    config = config_of(header._replace(metadata=rest))
+    assert [config[it] for it in (*names, "dim_model_base")] == [12.0, 1.4, 256]
+
+
 def test_experts_are_read_in_any_slices() -> None:
     file = FOLDER / "qwen3moe.gguf"
     assert read_config(file)["num_experts"] == 4
