@@ -188,6 +188,7 @@ _NO_ATTENTION = "do not call the attention interface: they may have a state"
 REFUSED = {
     "bloom": "its forward takes no position_ids",
     "falcon": "its layers do not call the attention interface",
+    "gptj": "its layers do not call the attention interface",
     "diffllama": "a layer calls the attention interface twice",
     "lfm2": f"layers 0, 2 {_NO_ATTENTION}",
     "lfm2_moe": f"layers 0, 2 {_NO_ATTENTION}",

@@ -150,7 +150,7 @@ class CheckpointModel:
         )
         adapters = self._kernels.begin_adapters(batch.adapters)
         residual = self._begin(batch)
-        inputs = self._token_inputs and self._token_inputs.of_batch(batch, residual)
+        inputs = own.of_batch(batch, residual) if (own := self._token_inputs) else None
         hidden = self._norm(residual, self._layers[0].attention_norm)
         last = None if self._lm_head is None else self._layers[-1]
         for layer in self._layers:

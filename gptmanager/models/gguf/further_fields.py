@@ -62,8 +62,9 @@ def minicpm_scales(metadata: Metadata, prefix: str, _: Names, config: Config) ->
 def minicpm3_fields(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
     """Return the elements of a head's query and key that do not rotate."""
     key, rotated = metadata.integer(f"{prefix}attention.key_length"), config.get("qk_rope_head_dim")
-    is_known = key is not None and isinstance(rotated, int)
-    return {"qk_nope_head_dim": key - rotated} if is_known else {}
+    if key is None or not isinstance(rotated, int):
+        return {}
+    return {"qk_nope_head_dim": key - rotated}
 
 
 def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
