@@ -12,6 +12,8 @@ from scripted_texts import MODEL, ScriptedTexts
 from gptmanager import GptManager, cli
 from gptmanager.callbacks.answers.parsing import harmony_parser as harmony
 from gptmanager.callbacks.answers.parsing.answer_parts import Content, Thought
+from gptmanager.callbacks.answers.reasoning import AnswerStart, Reasoning
+from gptmanager.commands.chat import answers as chat_answers
 from gptmanager.commands.chat import chat_model, terminal_view
 from gptmanager.commands.chat.answers import Answers
 from gptmanager.commands.chat.conversation import Answer
@@ -88,6 +90,23 @@ def test_thoughts_through_pipes_if_asked_for_and_thoughts_without_an_answer(chat
         "gptmanager: the answer has thoughts only, so the message is not part of the conversation; "
         "cut off: --max-new-tokens allows longer answers\n"
     )
+
+
+def test_tags_may_arrive_in_pieces(monkeypatch):
+    """What may begin a tag waits for the next piece, and the last piece is shown as it is."""
+    pieces = ["<thi", "nk>So 4", "2.</thi", "nk>It is", " 42 <thi"]
+
+    def next_part(position):
+        text = pieces.pop(0)
+        position.is_at_end = not pieces
+        return SimpleNamespace(text=text)
+
+    monkeypatch.setattr(chat_answers, "_INTERVAL_S", 0)
+    parser = AnswerStart(Reasoning.THINK).parser(None, None)
+    answers = Answers([SimpleNamespace(next_part=next_part)], [parser])
+    found = [one for (parts,) in answers for one in parts]
+    thoughts = "".join(one.text for one in found if isinstance(one, Thought))
+    assert (thoughts, answers.so_far) == ("So 42.", [Answer("It is 42 <thi", "So 42.")])
 
 
 def test_a_transcript_has_a_line_at_each_change():

@@ -24,7 +24,7 @@ from shorthand import start as start_manager
 from gptmanager import GptManager, ModelType, SchedulerConfig
 from gptmanager.errors import ConfigError, ManagerDeadError
 from gptmanager.journal.segments import JournalFolder
-from gptmanager.lifecycle import watchdog
+from gptmanager.lifecycle import clock, watchdog
 from gptmanager.lifecycle.state import Lifecycle, LoopAbandoned, ManagerState
 from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.scheduler import RequestScheduler
@@ -540,3 +540,16 @@ def test_options_that_cannot_be(options, text):
     with pytest.raises(ConfigError) as raised:
         start(RecordingCallbacks(), **options)
     assert text in str(raised.value)
+
+
+def test_a_patience_counts_a_jump_of_the_clock_as_a_quarter(monkeypatch):
+    """And what is shorter as what it is."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "monotonic", lambda: now[0])
+    for step, calls in ((100.0, 4), (2.0, 4), (1.5, 5)):
+        patience, count = clock.Patience(8.0), 0
+        now[0] += step
+        while not patience.is_over():
+            now[0] += step
+            count += 1
+        assert count == calls

@@ -31,7 +31,7 @@ from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
-from gptmanager.testing import RecordingCallbacks
+from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 FOLDER = "examples/tiny_llama"
 
@@ -444,6 +444,20 @@ def test_the_system_gets_the_memory_of_weights_and_cache_back(served):
             manager.update_weights(load_file(f"{FOLDER}/model.safetensors"))
     manager.wake()
     assert output(host) == first
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_weights_of_a_model_object_stay_in_sleep(keeps):
+    """They are the host's."""
+    host, model = RecordingCallbacks(), ScriptedModel(lambda tokens: tokens[-1] + 1)
+    options = OptionalParams(kv_cache_config=KvCacheConfig(max_tokens=512), max_batch_size=4)
+    fused = ModelType.INFLIGHT_FUSED_BATCHING
+    with GptManager(model, fused, optional_params=options, **host.keywords()) as manager:
+        first = output(host)
+        manager.sleep(keep_weights=keeps)
+        assert manager.is_asleep
+        manager.wake()
+        assert output(host) == first
 
 
 def test_a_full_disk_leaves_a_manager_awake(served, monkeypatch):

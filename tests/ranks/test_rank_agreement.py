@@ -121,3 +121,9 @@ def test_ranks_may_start_a_minute_apart(monkeypatch, timeout_s):
         assembly_ranks.connect(world, params, {}, print, None, SchedulerConfig(), ModelType.V1, 1)
     assert reached.value.args == (max(60.0, timeout_s), timeout_s)
     assert stores == [max(60.0, timeout_s)]
+
+
+def test_a_rank_without_others_reports_its_failed_start_to_nobody(caplog):
+    world = SimpleNamespace(layout=SimpleNamespace(size=1, rank=0))
+    assembly_ranks.report_failed_start(lambda: world, RankError("no checkpoint"))
+    assert not caplog.records
