@@ -46,6 +46,8 @@ _STATUS_OF: tuple[tuple[type[BaseException], int], ...] = (
     (ConfigError, 400),
     (TimeoutError, 504),
 )
+# how a CapacityError begins that the same request may not meet later
+_SHORTAGES = ("the journal cannot be written", "no memory for one token")
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the `code` of a request that is too long
 RETRY_AFTER_S = 1
 LONGEST = 1000  # characters of a message or `param` before it is cut
@@ -138,4 +140,6 @@ def api_error(error: BaseException) -> ApiError:
     message = str(error) or type(error).__name__
     if isinstance(error, LogitsError) and "NaN" not in message:
         status = 400  # the request itself bans every token
+    if isinstance(error, CapacityError) and message.startswith(_SHORTAGES):
+        status = 503
     return ApiError(status, message, code=type(error).__name__)

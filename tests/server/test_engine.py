@@ -11,8 +11,12 @@ from running_server import running_server, settings_of
 
 from gptmanager import FinishReason
 from gptmanager.callbacks import AsyncRequestQueue
+from gptmanager.callbacks.queue.result import error_of
+from gptmanager.errors import CapacityError, response_text
+from gptmanager.executor.out_of_memory import failures
+from gptmanager.journal.journaled_host import _FULL
 from gptmanager.server.engine.call import Call, EngineRequest
-from gptmanager.server.errors import ApiError
+from gptmanager.server.errors import ApiError, api_error
 from gptmanager.server.http import request_log
 
 ENDLESS = {"end_id": -1}  # no token ends it
@@ -331,3 +335,13 @@ def test_a_dead_manager_is_told_to_all():
             assert refused(server.engine, a_request()).status == 503
 
         server.run(main())
+
+
+def test_a_shortage_that_may_pass_is_no_fault_of_the_request():
+    rows = SimpleNamespace(rows=[SimpleNamespace(request_id=1, slot=2)])
+    lost = SimpleNamespace(lost=[(2, "2 GiB")])
+    [failure] = failures(SimpleNamespace(slot_of=lambda line: line), rows, lost)
+    for error in (failure.error, CapacityError(_FULL)):
+        found = api_error(error_of(response_text(error)))
+        assert (found.status, found.headers["Retry-After"]) == (503, "1") and found.is_transient
+    assert api_error(CapacityError("300 tokens exceed max_seq_len = 200")).status == 400
