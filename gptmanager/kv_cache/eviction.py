@@ -66,7 +66,7 @@ class EvictionQueue:
         """
         if not self._tree.num_prioritized:
             return next(filter(may_go, self.blocks), None)
-        if not self._has_heap:
+        if self._era != self._tree.priority_era:
             self._era = self._tree.priority_era
             self._build()
         heap, priority = self._heap, self._tree.priority

@@ -103,7 +103,7 @@ def final_tensors(
     request: ActiveRequest, reason: FinishReason, output_end: int, held: HeldExtras
 ) -> list[NamedTensor]:
     """Return the final response. The output ends at history position `output_end`."""
-    start = request.num_sent if request.output.is_streaming else request.orig_prompt_len
+    start = request.num_sent  # that of the prompt alone, unless the request streams
     output_end = max(output_end, start)
     beams = None if request.search is None else final_beams(request, request.search, reason)
     reasons = [reason] if beams is None else beams.reasons
@@ -243,7 +243,7 @@ def final_beams(request: ActiveRequest, search: BeamSearch, reason: FinishReason
     """
     found = search.hypotheses(None if search.is_over else reason)
     missing = search.num_results - len(found)  # a small vocabulary permits fewer beams
-    start = request.num_sent - request.orig_prompt_len if request.output.is_streaming else 0
+    start = request.num_sent - request.orig_prompt_len
     paths = [beam.node.path()[: beam.end] for beam in found]
     return Beams(
         [path[start:] for path in paths] + [[] for _ in range(missing)],

@@ -618,6 +618,10 @@ def test_a_what_if_frees_what_only_the_removed_held_and_touches_nothing() -> Non
     assert kv.scheduling_has_free_blocks(8)
     assert not kv.scheduling_has_free_blocks(9)
     assert snapshot(kv, 1, 2) == before
+    full = KvCacheManager(1, 10)
+    full.add_sequence(LlmRequest(1, 5, 5))
+    full.start_scheduling()
+    assert not full.scheduling_has_free_blocks()
     kv.start_scheduling()
     assert not kv.scheduling_has_free_blocks(4)
 

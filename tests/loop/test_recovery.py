@@ -705,7 +705,9 @@ def test_stops_behind_the_one_that_fails_are_not_lost(monkeypatch):
     monkeypatch.setattr(driver.loop.allocator, "release", fails_once)
     with pytest.raises(MemoryError):
         driver.loop.iterate()
+    driver.loop.confirmation.failing.add(1)  # as if its row of a step had failed
     driver.loop.recover(errors.StepError("of the test"))
+    assert driver.loop.state().failing == ()
     driver.run()
     assert [driver.final(i).error for i in (1, 2)] == 2 * ["StepError: of the test"]
     reason = FinishReason(int(driver.final(3).tensors["finish_reasons"]))

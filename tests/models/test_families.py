@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -37,9 +38,12 @@ from stateful_runs import run_many
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.callbacks import generate
 from gptmanager.errors import ConfigError
+from gptmanager.memory.places import runs
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
+from gptmanager.models.families.places import place_tensors
 from gptmanager.models.families.wrappers import TEXT_FAMILIES
+from gptmanager.models.parameters import parameter_shapes
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import QueryTemperature
 from gptmanager.testing import RecordingCallbacks
@@ -51,6 +55,19 @@ ALL = [*FAMILY_CONFIGS, *VARIANTS]
 def test_every_family_of_the_table_has_a_line_here() -> None:
     # of which transformers has no text model alone; see test_wrappers
     assert {*FAMILY_CONFIGS, "qwen3_vl_moe_text"} == set(FAMILIES)
+
+
+def test_the_tensors_of_a_family_fill_each_row_of_its_parameters_once() -> None:
+    for name, given in {**FAMILY_CONFIGS, **VARIANTS}.items():
+        spec = read_spec({"model_type": name.partition(" ")[0], **given})
+        shapes, filled = parameter_shapes(spec), Counter[str]()
+        of_tensors = [it for it in place_tensors(spec).values() if not (it.twin or it.scale)]
+        found = [(it.parameter, run) for it in of_tensors for run in runs(it, shapes[it.parameter])]
+        for parameter, (source, row) in sorted(found, key=lambda it: it[1].row):
+            assert row == filled[parameter], f"{name}: {parameter}"
+            filled[parameter] += len(source)
+        rows = {key: shape[0] for key, shape in shapes.items() if "cache_scales" not in key}
+        assert filled == rows, name
 
 
 def test_a_million_experts_are_refused_before_they_are_listed() -> None:

@@ -53,11 +53,12 @@ def read_sizes(path: Path, backend: str, max_seq_len: int | None = None) -> Chec
     except Exception as error:  # transformers raises errors of many types
         why = error_summary(error)
         raise ConfigError(f"transformers cannot read {quoted(str(path))}: {why}") from error
-    sizes = {"vocab_size": 0, "hidden_size": 0, "max_position_embeddings": max_seq_len or 0}
-    for name in sizes:
-        found = getattr(config, name, sizes[name])
+    absent = {"vocab_size": None, "hidden_size": None, "max_position_embeddings": max_seq_len}
+    sizes: list[int] = []
+    for name, value in absent.items():
+        found = getattr(config, name, value)
         if not isinstance(found, int) or found < 1:
             raise ConfigError(f"config.json: {name} = {quoted(found)}: must be at least 1")
-        sizes[name] = found
-    vocab_size, hidden_size, longest = sizes.values()
+        sizes.append(found)
+    vocab_size, hidden_size, longest = sizes
     return CheckpointSizes(vocab_size, hidden_size, max_seq_len or longest)
