@@ -20,7 +20,6 @@ from gptmanager.config import (
 from gptmanager.errors import ConfigError, quoted
 
 _NO_EFFECT = "it has no effect in this library"
-_LATER = "it is not supported yet"
 
 # class -> {field: why it must have its default value}
 _REFUSED: dict[type, dict[str, str]] = {
@@ -30,10 +29,10 @@ _REFUSED: dict[type, dict[str, str]] = {
         "event_buffer_max_size": _NO_EFFECT,
     },
     OptionalParams: {
-        "device_ids": _LATER,
+        "device_ids": _NO_EFFECT + ": a manager has one device",
         "decoding_mode": _NO_EFFECT + ": a request's beam_width and sampling tensors decide",
-        "decoding_config": _NO_EFFECT,
-        "guided_decoding_config": _LATER,
+        "decoding_config": _NO_EFFECT + ": the tensors of a request decide",
+        "guided_decoding_config": _NO_EFFECT + ": a request has a grammar of its own",
         "gpu_weights_percent": _NO_EFFECT,
         "max_beam_width": _NO_EFFECT + ": it is an argument of GptManager",
         "scheduler_config": _NO_EFFECT + ": it is an argument of GptManager",
@@ -107,9 +106,12 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
 }
 
 _OPEN = ("enable_block_reuse",)  # flags that may be None
-_UNBOUNDED = (  # numbers that may be None
-    "max_active_requests", "idle_poll_s", "callback_budget_s", "logits_post_processor_budget_s",
-)  # fmt: skip
+_OTHERS: dict[str, tuple[str | None, ...]] = {  # what fields of numbers may be besides
+    "max_active_requests": ("auto", None),
+    "idle_poll_s": (None,),
+    "callback_budget_s": (None,),
+    "logits_post_processor_budget_s": (None,),
+}
 
 
 def checked_fields(config: Any, cls: type, where: str) -> Any:
@@ -127,11 +129,11 @@ def checked_fields(config: Any, cls: type, where: str) -> Any:
             raise ConfigError(f"{cls.__name__}.{name} = {quoted(value)} is refused: {reason}")
     for name in (field.name for field in fields(cls)):
         value = getattr(config, name)
-        if isinstance(getattr(default, name), bool) and (value is not None or name not in _OPEN):
-            flag(f"{cls.__name__}.{name}", value)
+        if isinstance(getattr(default, name), bool):
+            (optional_flag if name in _OPEN else flag)(f"{cls.__name__}.{name}", value)
     for name, bounds in _RANGES.get(cls, {}).items():
         value, neutral = getattr(config, name), getattr(default, name)
-        require_range(f"{cls.__name__}.{name}", value, neutral, *bounds, name in _UNBOUNDED)
+        require_range(f"{cls.__name__}.{name}", value, neutral, *bounds, _OTHERS.get(name, ()))
     return copy.copy(config)
 
 
@@ -145,30 +147,44 @@ def require_member(config: Any, name: str, enum: type[IntEnum]) -> None:
 
 
 def require_word(where: str, value: Any, allowed: Sequence[str | None]) -> None:
-    """Raise ConfigError unless `value` is a string, or None, and one of `allowed`.
-
-    Only strings are compared: an array of one string is equal to the string.
-    """
-    if not (value is None or isinstance(value, str)) or value not in allowed:
+    """Raise ConfigError unless `value` is a string, or None, and one of `allowed`."""
+    if not _is_word(value, allowed):
         is_pair = len(allowed) == 2 and None not in allowed
         words = " or ".join(map(repr, allowed)) if is_pair else f"one of {allowed}"
         raise ConfigError(f"{where} = {quoted(value)} must be {words}")
 
 
 def require_range(
-    where: str, value: Any, default: Any, low: float, high: float, may_lack: bool
+    where: str,
+    value: Any,
+    default: Any,
+    low: float,
+    high: float,
+    others: Sequence[str | None] = (),
 ) -> None:
-    """Raise ConfigError unless `value` is a number from `low` to `high`.
+    """Raise ConfigError unless `value` is a number from `low` to `high`, or one of `others`.
 
-    If `low` is an int, the number must be an integer. A `default` that is not a number (None or
-    "auto") is also permitted, and so is None if `may_lack` is true.
+    If `low` is an int, the number must be an integer. None is also permitted if it is the
+    `default`.
     """
-    if (not isinstance(default, Real) and _equal(value, default)) or (value is None and may_lack):
+    if (value is None and default is None) or _is_word(value, others):
         return
     kind, noun = (Real, "a number") if isinstance(low, float) else (Integral, "an integer")
     number = isinstance(value, kind) and not isinstance(value, bool)
     if not number or not low <= value <= high:  # also true for NaN
-        raise ConfigError(f"{where} = {quoted(value)} must be {noun} from {low} to {high}")
+        words = f", or {' or '.join(map(repr, others))}" if others else ""
+        raise ConfigError(f"{where} = {quoted(value)} must be {noun} from {low} to {high}{words}")
+
+
+def optional_flag(where: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is None, True or False."""
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{where} = {quoted(value)} must be None, True or False")
+
+
+def _is_word(value: Any, allowed: Sequence[str | None]) -> bool:
+    """Whether `value` is in `allowed`. An array of one string would be equal to the string."""
+    return (value is None or isinstance(value, str)) and value in allowed
 
 
 def _equal(value: Any, default: Any) -> bool:

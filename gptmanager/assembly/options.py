@@ -11,6 +11,7 @@ from typing import Any
 
 from gptmanager.assembly.field_checks import (
     checked_fields,
+    optional_flag,
     require_member,
     require_range,
     require_word,
@@ -151,14 +152,9 @@ def _check_objects(params: OptionalParams) -> None:
 
 
 def _check_modes(params: OptionalParams) -> None:
-    chunked = params.enable_chunked_context
-    if chunked is not None and not isinstance(chunked, bool):
-        raise ConfigError(
-            f"OptionalParams.enable_chunked_context = {quoted(chunked)} must be None, True or False"
-        )
+    optional_flag("OptionalParams.enable_chunked_context", params.enable_chunked_context)
     sync = params.journal_sync
-    if not isinstance(sync, str) or sync not in ("always", "never"):
-        require_range("OptionalParams.journal_sync", sync, 20, 1.0, 60e3, False)
+    require_range("OptionalParams.journal_sync", sync, 20, 1.0, 60e3, ("always", "never"))
     words = params.journal_on_full, ("refuse", "continue")
     require_word("OptionalParams.journal_on_full", *words)
     require_word("OptionalParams.on_hang", params.on_hang, ("log", "fail"))

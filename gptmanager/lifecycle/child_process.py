@@ -121,7 +121,7 @@ class ChildProcess:
         try:
             self._exchange(process, self._start_line, _START_S, lambda: True)
         except NoAnswerError as error:
-            raise NotStartedError(f"no process can be started: {error}") from None
+            raise NotStartedError(f"no process can be started: {_why(process, error)}") from None
         self._first_size = _resident_bytes(process.pid)
         return process
 
@@ -158,6 +158,16 @@ class ChildProcess:
                     raise NoAnswerError(f"it takes more than {most}, or its process was killed")
         answer: dict[str, Any] = orjson.loads(b"".join(found))
         return answer
+
+
+def _why(process: subprocess.Popen[bytes], error: NoAnswerError) -> str:
+    """Return why a process has not started. It cannot answer if its imports fail."""
+    if isinstance(error, TooSlowError) or process.wait() <= 0:  # a signal has ended it
+        return str(error)
+    return (
+        f"it ended with status {process.returncode} before its first answer; if the library was "
+        "replaced while this program runs, start this program again"
+    )
 
 
 def _write(file: int, data: memoryview) -> int:

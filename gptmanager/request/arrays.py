@@ -69,7 +69,8 @@ def read_array(name: str, value: Any, expected: str = "numbers") -> np.ndarray:
         if odd is None and is_object:
             return array
         if odd is None or not odd[0]:
-            raise InvalidRequestError(f"{name} has dtype {array.dtype}, expected {expected}")
+            found = "is a text" if array.dtype.kind in "SU" else f"has dtype {array.dtype}"
+            raise InvalidRequestError(f"{name} {found}, expected {expected}")
         raise InvalidRequestError(f"{name}{odd[0]} = {reprlib.repr(odd[1])} is not a number")
     raise InvalidRequestError(f"{name} is of type {type(value).__name__}, expected {expected}")
 

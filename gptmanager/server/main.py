@@ -91,5 +91,6 @@ def main(options: argparse.Namespace) -> int:
             )
         for name in options.unknown_variables:
             _logger.warning("the environment variable %s names no option of serve", name)
-        serving.serve(settings, print_message)
+        is_json = settings.log_format == "json"  # then each line is JSON, the welcome included
+        serving.serve(settings, _logger.info if is_json else print_message)
     return 0

@@ -20,7 +20,8 @@ arrive all at once or at a rate. A step takes as long as the cost model says, in
         + generation_row * sequences in generation + kv_token * cached tokens that they read
 
 Give the cost model with --cost, or fit it to a recording with --fit. Without either it is fitted to
-the recording that the load comes from.
+the recording that the load comes from; a synthetic load has default numbers, which describe no
+particular machine.
 """
 
 _EXAMPLES = """\
@@ -90,6 +91,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("manager (default: as recorded, or as in OptionalParams)")
     for name, text in (
         ("max-batch-size", "requests in a batch"),
+        ("max-active-requests", "requests that a scheduler sees (default: as many as fit a batch)"),
         ("max-num-tokens", "tokens in an iteration"),
         ("max-seq-len", "tokens of a request, prompt and output"),
         ("tokens-per-block", "tokens in a block of the KV cache"),

@@ -36,6 +36,7 @@ class Machine:
     """
 
     max_batch_size: int | None = None
+    max_active_requests: int | None = None
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
     kv_cache_tokens: int | None = None

@@ -71,6 +71,8 @@ def threads(text: str) -> int:
 def span(text: str) -> tuple[int, int]:
     """Read a range like `16:256`, or one number for both ends."""
     low, _, high = text.partition(":")
+    if not (low + high).isdecimal():
+        raise ArgumentTypeError(f"must be LOW:HIGH, or one number, got {text!r}")
     ends = (positive(low), positive(high or low))
     if ends[0] > ends[1]:
         raise ArgumentTypeError(f"must be LOW:HIGH with LOW at most HIGH, got {text!r}")

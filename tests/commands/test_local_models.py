@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gptmanager import cli
+from gptmanager import GptManager, ModelType, cli
 from gptmanager.environment.machine.local_models import download_hint, find_model, local_models
+from gptmanager.errors import ConfigError
+from gptmanager.testing import RecordingCallbacks
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +137,14 @@ def test_what_is_not_there_is_told_with_what_to_do(
     with pytest.raises(SystemExit):
         cli.main(["run", "--model", name, "--prompt", "x"])
     assert capsys.readouterr().err.endswith(told)
+
+
+def test_a_manager_takes_the_path_of_a_name() -> None:
+    path = find_model("tiny_llama")
+    with pytest.raises(ConfigError, match=f"the model of this name is '{path}': pass this path"):
+        GptManager(
+            "tiny_llama", ModelType.INFLIGHT_FUSED_BATCHING, **RecordingCallbacks().keywords()
+        )
 
 
 @pytest.mark.parametrize("name", ["x", "/a/b", "../b", "a/b/c", "a/b;rm", "~/b", "a/$(x)", "a/"])

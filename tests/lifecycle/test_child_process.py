@@ -43,6 +43,12 @@ def test_a_search_path_that_is_not_utf_8(monkeypatch, tmp_path):
     child.stop()
 
 
+def test_a_library_that_was_replaced_is_named():
+    child = ChildProcess("gptmanager.no_longer_there", {}, 1 << 27)
+    with pytest.raises(NotStartedError, match="status 1 before its first answer; if the library"):
+        child.ask(question("ready"), 30)
+
+
 @pytest.mark.parametrize("size", [10, 4 << 20])  # less, and more than the buffer of a pipe
 def test_a_stopped_process_ends_in_time(child, size):
     os.kill(child._process.pid, signal.SIGSTOP)

@@ -127,7 +127,8 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
         ({"bad_words_list": [[[100], [1]]]}, r"bad_words_list\[0\] = 100 is outside"),
         ({"stop_words_list": np.ones((2, 2**18 + 1), int)}, "at most 262144 token ids"),
         ({"num_return_sequences": 2}, "num_return_sequences = 2 exceeds max_beam_width = 1"),
-        ({"temperature": "hot"}, "temperature has dtype"),
+        ({"temperature": "hot"}, "temperature is a text, expected numbers"),
+        ({"input_ids": np.array("hot")}, "input_ids is a text, expected numbers"),
     ],
 )
 def test_what_is_wrong_is_named(by_name, text):

@@ -416,6 +416,26 @@ def test_the_clock_jumps_over_idle_time_and_run_ahead_waits_for_nothing():
         assert figures.makespan_s == pytest.approx(1000 + 1.4 + 1.01 + 1.01)
 
 
+class LastFirst(RequestScheduler):
+    """Runs the newest active request that fits, after those that have started."""
+
+    def __init__(self, kv_cache_manager, micro_batch_scheduler, **others):
+        self.micro_batch = micro_batch_scheduler
+
+    def schedule_request(self, active_requests, inflight_request_ids):
+        chosen = sorted(active_requests, key=lambda it: (it.has_started, it.request_id))[-1:]
+        context, generation = self.micro_batch.schedule(chosen, inflight_request_ids)
+        return SchedulerOutput(context, generation, [])
+
+
+@pytest.mark.parametrize(("max_active", "first"), [(None, 0), (2, 1), (3, 2)])
+def test_a_scheduler_chooses_among_the_requests_that_may_be_active(tmp_path, max_active, first):
+    machine = Machine(max_batch_size=1, max_active_requests=max_active)
+    blueprint = variant(hypothetical(machine, 64), NO_EVICT, machine, LastFirst)
+    simulate(blueprint, SyntheticLoad(3, (4, 4), (2, 2)), COST, recorder=Recorder(tmp_path / "x"))
+    assert read_recording(tmp_path / "x").iterations[0].schedule.context_rows[0].request_id == first
+
+
 def test_pauses_and_recomputed_tokens_are_counted():
     machine = Machine(kv_cache_tokens=16 * 8, tokens_per_block=8, max_batch_size=8)
     load = SyntheticLoad(8, (16, 16), (40, 40))
@@ -645,6 +665,7 @@ def test_no_recording_overwrites_another_file_of_the_command(
             ["--prompt-len", "9:3"],
             "argument --prompt-len: must be LOW:HIGH with LOW at most HIGH, got '9:3'",
         ),
+        (["--prompt-len", "5-6"], "--prompt-len: must be LOW:HIGH, or one number, got '5-6'"),
         (["--num-requests", "0"], "argument --num-requests: must be a positive integer, got '0'"),
         (["--rate", "0"], "argument --rate: must be a number above 0, got '0'"),
         (["--rate", "inf"], "argument --rate: must be a number above 0, got 'inf'"),

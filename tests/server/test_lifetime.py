@@ -232,6 +232,15 @@ def test_a_missing_extra_is_one_sentence(capsys, monkeypatch, package):
         load_extra("server", "nowhere")
 
 
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_welcome_has_the_format_of_the_log(capsys, monkeypatch, log_format):
+    welcomed = "it is served at x\n  end  Ctrl-C"
+    monkeypatch.setattr(serving, "serve", lambda settings, tell: tell(welcomed))
+    code, error = told(capsys, "--log-format", log_format)
+    message = json.loads(error)["message"] if log_format == "json" else error
+    assert code == 0 and message.removeprefix("gptmanager: ").rstrip("\n") == welcomed
+
+
 def test_settings_are_checked_by_name():
     for field, value in [
         ("port", 70000), ("grpc_port", -1), ("max_concurrency", 0), ("max_queued_requests", -1),

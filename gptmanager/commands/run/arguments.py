@@ -20,7 +20,7 @@ It may also have
   "stop"            a text, or a list of texts; the answer ends when the tokens of one are generated
   "request_id"      an integer (default: the line number)
 and any other input of a request by its name: "temperature", "top_k", "top_p", "random_seed",
-"end_id", "priority", ... Without sampling fields, the answer is greedy: other than `chat` and
+"end_id", "priority", ... Without sampling fields, the answer is greedy: unlike `chat` and
 `serve`, this command does not read the checkpoint's sampling. Without "end_id", the answer ends at
 the end ids of the checkpoint's generation_config.json.
 
@@ -56,7 +56,7 @@ def add_command(commands: Any) -> None:
     given = parser.add_mutually_exclusive_group(required=True)
     text = "a file with a request in each line, as JSON; -: the standard input"
     given.add_argument("--requests", metavar="FILE", help=text)
-    text = "run one request, and print only its answer"
+    text = "run one greedy request, and print only its answer; a line of --requests may sample"
     given.add_argument("--prompt", type=text_argument, metavar="TEXT", help=text)
     text = "write results as JSON lines, in the same order; - prints them instead of the summary"
     add("--output", type=path_argument, metavar="FILE", help=text)

@@ -88,6 +88,8 @@ def missing_hint(path: str) -> str:
         return "; it is a link to a path that does not exist"
     if path.startswith("~"):
         return "; ~ is not expanded: write the home folder in full"
+    if (found := find_model(path)) is not None:
+        return f"; the model of this name is {os.fspath(found)!r}: pass this path"
     command = download_hint(path)
     hint = f"; if it is a model of the Hugging Face hub, download it with `{command}`"
     return "" if command is None else hint
