@@ -24,7 +24,7 @@ from gptmanager.callbacks.queue.result import GenerationResult
 from gptmanager.callbacks.text.checkpoint import TokenDefaults, load_tokenizer
 from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.callbacks.text.text_stream import TextStream
-from gptmanager.errors import ConfigError, GptManagerError
+from gptmanager.errors import ConfigError, GptManagerError, quoted
 from gptmanager.terminal.progress import ProgressBars
 from gptmanager.terminal.redrawn_lines import RedrawnLines
 
@@ -138,7 +138,9 @@ def _run(
     sampling: Mapping[str, Any],
 ) -> list[GenerationResult]:
     """Generate for all prompts, and return their results."""
-    params = optional_params or OptionalParams()
+    params = OptionalParams() if optional_params is None else optional_params
+    if not isinstance(params, OptionalParams):
+        raise ConfigError(f"optional_params = {quoted(params)}, expected OptionalParams")
     if params.on_progress is None:
         params = replace(params, on_progress=bars.update)
     defaults = _token_defaults(model)
@@ -210,6 +212,8 @@ def _naming_prompt(error: BaseException, index: int) -> BaseException:
 def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__len__"):
+        raise TypeError(f"prompts must be texts or lists of token ids, got {quoted(prompts)}")
     first = prompts[0] if len(prompts) else ()
     return not isinstance(first, str) and np.ndim(first) == 0
 

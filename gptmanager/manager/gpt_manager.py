@@ -155,6 +155,7 @@ class GptManager(GenerationControl):
         does not wait for a callback that hangs. `shutdown` returns at once in a callback, and does
         nothing in a forked process.
         """
+        timeout = bounded(timeout)  # a wrong value must not end the loop
         self._inbox.ask_to_end(aborts=not drain)
         if self._is_elsewhere or self.wait(timeout):
             return

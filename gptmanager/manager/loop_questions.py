@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from gptmanager.errors import ManagerDeadError, response_text
+from gptmanager.errors import ManagerDeadError, quoted, response_text
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.state import Health, Lifecycle, ManagerState
 from gptmanager.loop.token_loop import TokenLoop
@@ -118,6 +118,8 @@ class LoopQuestions:
         ManagerDeadError if it has failed.
         """
         self._raise_if_failed()
+        if not isinstance(request, InferenceRequest):
+            raise TypeError(f"would_fit() needs an InferenceRequest, got {quoted(request)}")
         fit = self._ask("would_fit", lambda loop: would_fit(loop, request), timeout)
         if fit.accepted and not self._host.is_accepting:
             text = response_text(ManagerDeadError("the manager was shut down"))
@@ -147,12 +149,13 @@ class LoopQuestions:
         A question that is not answered in time is dropped, unless it `stays`.
         """
         self._raise_if_forked()
+        seconds = bounded(timeout)
         if self._is_elsewhere and self._worker.loop is not None:
             return function(self._asked(name))
         question = self._inbox.ask(function, name if is_call else "")
         if self._lifecycle.ended.is_set and self._inbox.take_back(question):
             question.settle(self._asked(name))
-        elif not question.wait(bounded(timeout)):
+        elif not question.wait(seconds):
             if not stays:
                 self._inbox.take_back(question)
             raise TimeoutError(
@@ -193,5 +196,9 @@ class LoopQuestions:
 
 
 def bounded(timeout: float | None) -> float | None:
-    """Return `timeout`, limited to what a wait of `threading` accepts."""
-    return None if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
+    """Return `timeout`, limited to what a wait of `threading` accepts; TypeError for a text."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, str):
+        raise TypeError(f"timeout = {quoted(timeout)} must be a number of seconds, or None")
+    return min(max(timeout, 0.0), threading.TIMEOUT_MAX)

@@ -131,8 +131,11 @@ def test_what_cannot_be_submitted_is_refused_in_the_line(queue):
         queue.submit([1])
     with pytest.raises(TypeError, match="InferenceRequest"):
         queue.submit(InferenceRequest(1), 5)
-    with pytest.raises(ValueError, match="max_pending"):
-        RequestQueue(max_pending=0)
+    for limit in (0, "3", 1.5):
+        with pytest.raises(
+            ValueError, match="max_pending = .* must be an integer of at least 1, or"
+        ):
+            RequestQueue(max_pending=limit)
 
     assert queue.num_open == 0
 

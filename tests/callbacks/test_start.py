@@ -96,6 +96,14 @@ def test_sampled_texts_differ():
     assert len(set(map(tuple, texts))) == 4
 
 
+@pytest.mark.parametrize("prompts", [5, None, b"once"])
+def test_what_is_no_prompt_is_named(prompts):
+    with pytest.raises(TypeError, match="prompts must be texts or lists of token ids, got "):
+        generate(counting(), prompts, 3)
+    with pytest.raises(ConfigError, match="optional_params = {'seed': 3}, expected OptionalParams"):
+        generate(counting(), [1], 3, optional_params={"seed": 3})
+
+
 def test_text_without_a_tokenizer_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match="need a tokenizer"):
         generate(counting(), "once", 3)

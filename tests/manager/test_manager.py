@@ -206,6 +206,24 @@ def test_what_a_journal_holds_back_is_sent_before_get_is_called(host, monkeypatc
     assert calls[0] == "flush"
 
 
+def test_a_wrong_argument_of_a_call_changes_nothing(host):
+    with start(host) as manager:
+        for call in (
+            manager.shutdown,
+            manager.wait,
+            manager.wait_idle,
+            manager.audit,
+            manager.wake,
+        ):
+            with pytest.raises(
+                TypeError, match="timeout = '5' must be a number of seconds, or None"
+            ):
+                call(timeout="5")
+        with pytest.raises(TypeError, match=r"would_fit\(\) needs an InferenceRequest, got 7"):
+            manager.would_fit(7)
+        assert manager.state is ManagerState.RUNNING
+
+
 def test_one_forward_call_an_iteration_whose_tokens_are_the_scheduled_sum(host):
     scripted = model()
     with GptManager(scripted, FUSED, optional_params=params(), **host.keywords()) as manager:
