@@ -302,6 +302,13 @@ def test_parameters_that_are_not_passed_are_named_when_it_compiles(declared, ins
         kernel.compile()
 
 
+def test_a_kernel_that_is_not_in_the_source_is_named():
+    log = "signature:53:60: error: 'raise_two' was not declared in this scope"
+    text = difference(log, SOURCE, "own::raise_two<4>")
+    assert text == f"kernel_name = 'own::raise_two<4>' is not in the source: {log}"
+    assert difference(log, SOURCE, "raise_one") == ""
+
+
 def test_a_parameter_that_is_there_twice_or_that_a_macro_declares_is_told():
     source = SOURCE.replace("int vocab_size", "int vocab_size, int vocab_size")
     log = "parameter 10 of a logits post-processor is passed"

@@ -79,14 +79,16 @@ def with_signature(source: str, kernel_name: str) -> str:
 
 
 def difference(log: str, source: str, kernel_name: str) -> str:
-    """Return how the kernel's parameters differ from `PARAMETERS`; '' if `log` reports nothing.
+    """Return how the kernel's name or parameters differ from what is passed; '' if they do not.
 
     `log` is the compiler's output for the result of `with_signature`, and `source` is the source
     without the check.
     """
     failed = [int(number) for number in _FAILED.findall(log)]
     if not failed:
-        return ""
+        name = _bare(kernel_name)
+        is_other = name in log and name not in source
+        return f"kernel_name = {kernel_name!r} is not in the source: {log}" if is_other else ""
     passed = f"; passed are ({', '.join(PARAMETERS)})"
     declared = _declared(source, kernel_name)
     names = [_name(parameter) for parameter in declared]
@@ -108,12 +110,17 @@ def difference(log: str, source: str, kernel_name: str) -> str:
 
 def _declared(source: str, kernel_name: str) -> list[str]:
     """Return the kernel's parameters as declared in its source; empty if they are not found."""
-    name = kernel_name.partition("<")[0].rpartition("::")[2].strip()
+    name = _bare(kernel_name)
     text = _COMMENT.sub(" ", source)
     found = re.search(rf"\b__global__\b[^;{{}}]*?\b{re.escape(name)}\s*\(([^()]*)\)", text)
     if found is None:
         return []
     return [" ".join(part.split()) for part in found[1].split(",") if part.strip()]
+
+
+def _bare(kernel_name: str) -> str:
+    """Return the name of a kernel without its namespace and template arguments."""
+    return kernel_name.partition("<")[0].rpartition("::")[2].strip()
 
 
 def _name(parameter: str) -> str:
