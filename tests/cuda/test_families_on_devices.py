@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from itertools import chain
 
-import numpy as np
 import pytest
 import torch
 from family_configs import FAMILY_CONFIGS, WIDE
 from family_runs import family_folder, tokens
+from step_rows import packed
 
 from gptmanager.cuda.device.downloads import Downloads
 from gptmanager.cuda.device.graphs import StepGraphs
@@ -16,7 +16,7 @@ from gptmanager.cuda.device.streams import EmulatedStream
 from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.executor.device_runner import DeviceRunner
-from gptmanager.executor.packed_rows import PackedRows, StepShape
+from gptmanager.executor.packed_rows import StepShape
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.kernels.reference import Kernels
 from gptmanager.memory.kv_pool import KvPool
@@ -26,23 +26,10 @@ pytestmark = pytest.mark.every(3)
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 TEXTS = tokens(24, 1), tokens(7, 2)
-STEPS = ((0, 0), (14, 3)), ((14, 3), (21, 4)), ((21, 4), (22, 5)), ((22, 5), (23, 6))
-
-
-def rows_of(starts, ends):
-    """Return rows with the tokens of each line from start to end; request all logits."""
-    counts = np.subtract(ends, starts)
-    lines, bounds = np.arange(len(starts)), np.concatenate(([0], np.cumsum(counts)))
-    return PackedRows(
-        lines=lines,
-        row_starts=bounds.astype(np.int32),
-        kv_lengths=np.array(ends, dtype=np.int32),
-        positions=np.concatenate([np.arange(*it) for it in zip(starts, ends, strict=True)]),
-        token_lines=np.repeat(lines, counts),
-        sample_index=np.arange(bounds[-1]),
-        sample_rows=np.repeat(lines, counts),
-        num_context_rows=int((counts > 1).sum()),
-    )
+STEPS = [
+    packed(None, *spans, every=True)
+    for spans in (((0, 14), (0, 3)), ((14, 21), (3, 4)), ((21, 22), (4, 5)), ((22, 23), (5, 6)))
+]
 
 
 def logits_of(name, kernels, stream):
@@ -60,7 +47,7 @@ def logits_of(name, kernels, stream):
         tables.write_blocks(line, 0, [5 - line, 2 + line, 7 - line, line])
         tables.write_tokens(line, 0, text)
     with torch.inference_mode():
-        return torch.cat([runner.run(rows_of(*step)).logits.clone() for step in STEPS])
+        return torch.cat([runner.run(rows).logits.clone() for rows in STEPS])
 
 
 @pytest.mark.parametrize("name", WIDE)

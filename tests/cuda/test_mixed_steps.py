@@ -8,6 +8,7 @@ import torch
 from checkpoints import random_state
 from devices import LLAMA, check_same, checkpoint, finals, prompt, set_token_sizes
 from mixed_schedules import from_tokens
+from step_rows import packed
 
 from gptmanager import KvCacheConfig, ModelType, OptionalParams
 from gptmanager.assembly.device_backend import DeviceBackend
@@ -23,7 +24,7 @@ from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.executor.captured_steps import step_shapes
 from gptmanager.executor.choice.device_chooser import DeviceChooser
 from gptmanager.executor.device_runner import DeviceRunner
-from gptmanager.executor.packed_rows import PackedRows, StepShape, fitted, halves
+from gptmanager.executor.packed_rows import StepShape, fitted, halves
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 from gptmanager.memory.kv_pool import KvPool
@@ -43,24 +44,6 @@ def replayed(monkeypatch):
 
     monkeypatch.setattr(StepGraphs, "run", spy)
     return sizes
-
-
-def packed(num_context, *spans, samples=None):
-    """Rows from their first to their last position, excluded; the last token of each is sampled."""
-    starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-    counts, lines = ends - starts, np.arange(len(spans))
-    bounds = np.concatenate(([0], np.cumsum(counts)))
-    samples = lines if samples is None else np.array(samples, dtype=np.int64)
-    return PackedRows(
-        lines=lines,
-        row_starts=bounds.astype(np.int32),
-        kv_lengths=ends.astype(np.int32),
-        positions=np.concatenate([np.arange(*span) for span in spans]),
-        token_lines=np.repeat(lines, counts),
-        sample_index=bounds[1:][samples] - 1,
-        sample_rows=samples,
-        num_context_rows=num_context,
-    )
 
 
 def test_rows_are_padded_behind_the_contexts_and_at_the_end():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from devices import LLAMA, checkpoint
 from rank_threads import World
+from step_rows import packed
 
 from gptmanager.cuda.device.downloads import Downloads
 from gptmanager.cuda.device.graphs import StepGraphs
@@ -13,28 +13,11 @@ from gptmanager.cuda.device.streams import EmulatedStream
 from gptmanager.cuda.device.uploads import Uploads
 from gptmanager.cuda.kernels import CudaKernels
 from gptmanager.executor.device_runner import DeviceRunner
-from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import DeviceTables
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import load_model
 
 PROMPTS = ([1, 2, 3, 70, 90], [4, 95, 6])
-
-
-def rows_of(starts, ends):
-    """Return rows with the tokens of each line from start to end; request the last one's logits."""
-    counts = np.subtract(ends, starts)
-    lines, bounds = np.arange(len(starts)), np.concatenate(([0], np.cumsum(counts)))
-    return PackedRows(
-        lines=lines,
-        row_starts=bounds.astype(np.int32),
-        kv_lengths=np.array(ends, dtype=np.int32),
-        positions=np.concatenate([np.arange(*it) for it in zip(starts, ends, strict=True)]),
-        token_lines=np.repeat(lines, counts),
-        sample_index=bounds[1:] - 1,
-        sample_rows=lines,
-        num_context_rows=int((counts > 1).sum()),
-    )
 
 
 def logits_of(collectives):
@@ -53,11 +36,10 @@ def logits_of(collectives):
     for line, prompt in enumerate(PROMPTS):
         tables.write_blocks(line, 0, range(4 * line, 4 * line + 4))
         tables.write_tokens(line, 0, [*prompt, 7 + line, 90 - line])
-    ends = [len(prompt) for prompt in PROMPTS]
-    found = [runner.run(rows_of([0, 0], ends)).logits.clone()]
-    for _ in range(2):
-        starts, ends = ends, [end + 1 for end in ends]
-        found.append(runner.run(rows_of(starts, ends)).logits.clone())
+    spans, found = [(0, len(prompt)) for prompt in PROMPTS], []
+    for _ in range(3):
+        found.append(runner.run(packed(None, *spans)).logits.clone())
+        spans = [(end, end + 1) for _, end in spans]
     return torch.stack(found)
 
 
