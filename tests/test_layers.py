@@ -237,18 +237,19 @@ ranks/                        one process per rank: its part of the model, and m
     world                     this rank's number, and the addresses of the others
     process_groups            the process groups of torch behind the collectives
 memory/                       tensors that outlive a step, and the checkpoint files
-    untrusted_files           size and depth limits of checkpoint files (no torch)
+    checkpoint/               the tensors of checkpoint files, read within limits and written
+        untrusted_files       size and depth limits of checkpoint files (no torch)
+        digest                a digest of a checkpoint, from samples
+        tensor_sources        the tensors of a checkpoint by name; those of a state dict
+        mapped_file           tensors of a safetensors file as memory of the file
+        safetensors_reader    reads tensors from a folder of safetensors files
+        safetensors_writer    writes a safetensors file tensor by tensor
     host_memory               pinned host memory
     slot_states               states of recurrent layers, by slot
     released_memory           memory of tensors, released and taken again
     kv_pool                   tensors of the KV cache
     cuda_kv_pool              tensors of the KV cache for CUDA kernels
     adapter_pool              tensors of the LoRA cache
-    checkpoint_digest         a digest of a checkpoint, from samples
-    tensor_sources            the tensors of a checkpoint by name; those of a state dict
-    mapped_file               tensors of a safetensors file as memory of the file
-    safetensors_reader        reads tensors from a folder of safetensors files
-    safetensors_writer        writes a safetensors file tensor by tensor
     places                    where tensors of a checkpoint go (no torch)
     tensor_checks             errors for tensors with a wrong name, shape, dtype or value
     stored_matrices           matrices that are mapped, or copied as they are stored

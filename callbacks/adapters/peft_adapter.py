@@ -14,8 +14,8 @@ import numpy.typing as npt
 from gptmanager.callbacks.adapters.peft_config import MERGE, PeftConfig
 from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, quoted_path
-from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsCopy
-from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+from gptmanager.memory.checkpoint.safetensors_reader import FLOATS, SafetensorsCopy
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.checkpoint_parts import read_config
 from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.families import FAMILIES

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from gptmanager.callbacks.adapters.name_pattern import NamePattern, PatternError, Steps
 from gptmanager.errors import ConfigError, quoted, quoted_path
-from gptmanager.memory.tensor_sources import tensor_name
-from gptmanager.memory.untrusted_files import read_object
+from gptmanager.memory.checkpoint.tensor_sources import tensor_name
+from gptmanager.memory.checkpoint.untrusted_files import read_object
 
 # Fields about training, bookkeeping, or details of a method that another field enables.
 _IGNORED = frozenset(

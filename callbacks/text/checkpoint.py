@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from gptmanager import InferenceRequest
 from gptmanager.errors import ConfigError, error_summary, quoted
-from gptmanager.memory.untrusted_files import check_file, read_object
+from gptmanager.memory.checkpoint.untrusted_files import check_file, read_object
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, read_part
 from gptmanager.models.other_folders import describe_other
 from gptmanager.request.read_tensors import MAX_END_IDS

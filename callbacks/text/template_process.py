@@ -23,7 +23,7 @@ from gptmanager.lifecycle.child_process import (
     NotStartedError,
     RefusedError,
 )
-from gptmanager.memory.untrusted_files import read_object
+from gptmanager.memory.checkpoint.untrusted_files import read_object
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 
 MAX_SECONDS = 5.0  # to render a template

@@ -26,7 +26,7 @@ from gptmanager.errors import ConfigError, response_text
 from gptmanager.executor.rank_executor import RankExecutor
 from gptmanager.executor.torch_executor import TorchExecutor
 from gptmanager.lifecycle.watchdog import CallbackTimer
-from gptmanager.memory.checkpoint_digest import checkpoint_digest
+from gptmanager.memory.checkpoint.digest import checkpoint_digest
 from gptmanager.models.model import Dimensions, Model
 
 # parts of the messages of torch and NumPy if memory is short, or a size is too large to address

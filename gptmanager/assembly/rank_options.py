@@ -16,7 +16,7 @@ import torch
 from gptmanager.config import ModelType, OptionalParams, SchedulerConfig
 from gptmanager.environment.distribution import VERSION
 from gptmanager.errors import ConfigError
-from gptmanager.memory.tensor_sources import StateDict
+from gptmanager.memory.checkpoint.tensor_sources import StateDict
 from gptmanager.models.checkpoint_parts import open_tensors, read_part
 from gptmanager.ranks.links import Links
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from gptmanager.arguments import at_least, length_range
 from gptmanager.bench.names import SHAPE_NAMES
 from gptmanager.errors import ConfigError
-from gptmanager.memory.untrusted_files import check_file
+from gptmanager.memory.checkpoint.untrusted_files import check_file
 from gptmanager.models import checkpoint_parts
 from gptmanager.models.checkpoint_parts import gguf_checkpoint
 from gptmanager.models.fields import Fields

@@ -11,8 +11,13 @@ from typing import Any, NamedTuple, cast
 
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Panels
+from gptmanager.memory.checkpoint.tensor_sources import (
+    CodedSource,
+    GroupedSource,
+    PanelSource,
+    TensorSource,
+)
 from gptmanager.memory.places import Place
-from gptmanager.memory.tensor_sources import CodedSource, GroupedSource, PanelSource, TensorSource
 
 
 class MappedMatrix(NamedTuple):

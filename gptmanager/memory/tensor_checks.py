@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
+from gptmanager.memory.checkpoint.safetensors_reader import FLOATS
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, TensorSource, tensor_name
 from gptmanager.memory.places import Place
-from gptmanager.memory.safetensors_reader import FLOATS
-from gptmanager.memory.tensor_sources import TensorInfo, TensorSource, tensor_name
 
 
 def check_tensor(name: str, found: TensorInfo, *expected: tuple[int, ...]) -> None:

@@ -22,6 +22,7 @@ from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary
 from gptmanager.kernels.gemm.int4_groups import GROUP
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, stored
+from gptmanager.memory.checkpoint.tensor_sources import StateDict, TensorInfo, TensorSource
 from gptmanager.memory.places import (
     Cut,
     Part,
@@ -42,7 +43,6 @@ from gptmanager.memory.tensor_checks import (
     refuse_tensors,
     tied_error,
 )
-from gptmanager.memory.tensor_sources import StateDict, TensorInfo, TensorSource
 
 _MIN_PIECE_BYTES = 1 << 20
 

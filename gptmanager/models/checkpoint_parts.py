@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from gptmanager.errors import ConfigError, quoted, quoted_path
-from gptmanager.memory.safetensors_reader import SafetensorsFolder
-from gptmanager.memory.tensor_sources import TensorSource
-from gptmanager.memory.untrusted_files import read_object
+from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.checkpoint.tensor_sources import TensorSource
+from gptmanager.memory.checkpoint.untrusted_files import read_object
 from gptmanager.models.converted_tensors import ConvertedTensors, is_own_layout
 from gptmanager.models.gguf.checkpoint import GgufCheckpoint
 from gptmanager.models.gguf.split_files import first_of_split

@@ -21,8 +21,8 @@ from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError, quoted_path, write_error
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
-from gptmanager.memory.safetensors_writer import SafetensorsWriter
-from gptmanager.memory.tensor_sources import GroupedSource, TensorSource
+from gptmanager.memory.checkpoint.safetensors_writer import SafetensorsWriter
+from gptmanager.memory.checkpoint.tensor_sources import GroupedSource, TensorSource
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, open_tensors, read_config, read_part
 from gptmanager.models.converted_tensors import (
     FIELD,

@@ -19,8 +19,8 @@ from torch import Tensor
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
 from gptmanager.kernels.gemm.packed_matrix import Panels, Quantized
-from gptmanager.memory.safetensors_reader import SafetensorsFolder
-from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 
 FIELD = "quantization_config"
 LAYOUT_VERSION = 4

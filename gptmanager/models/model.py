@@ -20,10 +20,10 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.captured_step import Begin, StepCapture, ignore
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Ints, Kernels
+from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.checkpoint.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.kv_pool import KvPool, PageShape
-from gptmanager.memory.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.slot_states import StateShape
-from gptmanager.memory.tensor_sources import StateDict, TensorSource
 from gptmanager.memory.weights import Weights
 from gptmanager.models.attention_options import with_attention_options
 from gptmanager.models.batch import Batch

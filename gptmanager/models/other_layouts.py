@@ -17,8 +17,13 @@ from torch import Tensor
 
 from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.words import PackedGroups
-from gptmanager.memory.safetensors_reader import FLOATS, SafetensorsFolder
-from gptmanager.memory.tensor_sources import CodedSource, GroupedSource, TensorInfo, TensorSource
+from gptmanager.memory.checkpoint.safetensors_reader import FLOATS, SafetensorsFolder
+from gptmanager.memory.checkpoint.tensor_sources import (
+    CodedSource,
+    GroupedSource,
+    TensorInfo,
+    TensorSource,
+)
 from gptmanager.models.quantized.source import QuantizedSource
 
 _CONVOLUTIONS = (".linear_attn.conv1d.weight", ".conv.conv.weight")

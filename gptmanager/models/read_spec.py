@@ -17,7 +17,7 @@ import torch
 from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.activation_kinds import Activation
-from gptmanager.memory.untrusted_files import check_depth
+from gptmanager.memory.checkpoint.untrusted_files import check_depth
 from gptmanager.models.families import FAMILIES, Family
 from gptmanager.models.families.config_fields import refuse_unread
 from gptmanager.models.families.layer_types import CHUNKED, read_windows

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
-from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
 from gptmanager.models import load_model
 
 HIDDEN, INNER, KV, VOCAB, GROUP = 896, 4864, 128, 151_936, 128

@@ -18,7 +18,7 @@ from gptmanager.callbacks import load_peft_adapter
 from gptmanager.callbacks.adapters import peft_adapter
 from gptmanager.callbacks.adapters.name_pattern import NamePattern, Steps
 from gptmanager.errors import ConfigError
-from gptmanager.memory import safetensors_reader
+from gptmanager.memory.checkpoint import safetensors_reader
 from gptmanager.request.adapter import LORA_MODULE_IDS
 
 ARCEE = {

@@ -22,7 +22,7 @@ from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
 from gptmanager.kernels.gemm.weight_quantization import round_to_groups, round_to_int8
 from gptmanager.memory import Place, Weights
-from gptmanager.memory.tensor_sources import StateDict
+from gptmanager.memory.checkpoint.tensor_sources import StateDict
 from gptmanager.models.checkpoint_parts import as_floats
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.models.model import load_model

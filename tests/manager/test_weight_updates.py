@@ -27,7 +27,7 @@ from gptmanager.errors import CallbackError, ConfigError, ManagerDeadError, Slee
 from gptmanager.manager import stall_watch, weight_updates
 from gptmanager.manager.watching import Ran
 from gptmanager.memory import released_memory
-from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
 from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay

@@ -25,8 +25,8 @@ from gptmanager.callbacks import TokenDefaults, load_tokenizer
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
-from gptmanager.memory.safetensors_reader import SafetensorsFolder
-from gptmanager.memory.safetensors_writer import SafetensorsWriter
+from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.checkpoint.safetensors_writer import SafetensorsWriter
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import is_quantized, open_tensors
 from gptmanager.models.conversion import convert_checkpoint

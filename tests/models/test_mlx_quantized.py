@@ -18,7 +18,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.gemm import matmul_plan
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
-from gptmanager.memory.tensor_sources import StateDict
+from gptmanager.memory.checkpoint.tensor_sources import StateDict
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import as_floats, is_quantized
 

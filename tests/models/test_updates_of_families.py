@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gptmanager.kernels.gemm.packed_matrix import stored
-from gptmanager.memory.tensor_sources import StateDict
+from gptmanager.memory.checkpoint.tensor_sources import StateDict
 from gptmanager.memory.weights import Weights
 from gptmanager.models import load_model
 from gptmanager.models.families.wrappers import TEXT_FAMILIES

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.memory import Place, SafetensorsFolder, Weights
-from gptmanager.memory.checkpoint_digest import checkpoint_digest
-from gptmanager.memory.mapped_file import MappedFile
+from gptmanager.memory.checkpoint.digest import checkpoint_digest
+from gptmanager.memory.checkpoint.mapped_file import MappedFile
 
 SHAPES = {"fused.weight": (5, 3), "conv.weight": (4, 2), "norm.weight": (3,)}
 PLACES = {

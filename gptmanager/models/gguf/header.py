@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
-from gptmanager.memory.tensor_sources import tensor_name
-from gptmanager.memory.untrusted_files import check_file
+from gptmanager.memory.checkpoint.tensor_sources import tensor_name
+from gptmanager.memory.checkpoint.untrusted_files import check_file
 from gptmanager.models.gguf.blocks.block_types import BLOCK_TYPES, TYPE_NAMES, BlockType
 
 _MAX_HEADER_BYTES = 64 << 20  # the largest vocabularies need 20 MB

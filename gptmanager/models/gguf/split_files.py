@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptmanager.errors import ConfigError, quoted, quoted_path
-from gptmanager.memory.tensor_sources import tensor_name
+from gptmanager.memory.checkpoint.tensor_sources import tensor_name
 from gptmanager.models.gguf.header import Header, StoredTensor, read_header
 from gptmanager.models.gguf.metadata import Metadata
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError, quoted_path
 from gptmanager.kernels.gemm.int4_groups import Groups
-from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.gguf.architecture import Architecture
 from gptmanager.models.gguf.header import Header, StoredTensor
 from gptmanager.models.gguf.row_orders import Order, ValueHeads, pairs_to_halves

@@ -13,7 +13,7 @@ from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError, error_summary, quoted
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Kernels
-from gptmanager.memory.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.tensor_checks import refuse_tensors
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, is_quantized, read_config
 from gptmanager.models.hf.library import knows, load_transformers_library

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, quoted
-from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
-from gptmanager.memory.untrusted_files import parse_object
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
+from gptmanager.memory.checkpoint.untrusted_files import parse_object
 from gptmanager.models.quantized.matrices import (
     LIMIT,
     CodebookMatrix,

@@ -17,8 +17,8 @@ from torch import Tensor
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_groups import GROUP
 from gptmanager.kernels.gemm.panels.word_loops import AWQ_ORDER
-from gptmanager.memory.safetensors_reader import FLOATS
-from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+from gptmanager.memory.checkpoint.safetensors_reader import FLOATS
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.quantized.codebooks import codebook_matrix, has_codebook
 from gptmanager.models.quantized.given_tensors import SCALES, GivenTensors, ceil_div
 from gptmanager.models.quantized.matrices import (

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 from gptmanager.errors import ConfigError
-from gptmanager.memory.safetensors_reader import FLOATS
-from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+from gptmanager.memory.checkpoint.safetensors_reader import FLOATS
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.quantized.matrices import Grid, Read
 from gptmanager.models.quantized.scheme_fields import Block
 

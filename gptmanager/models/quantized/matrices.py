@@ -19,7 +19,7 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.panels.code_loops import E2M1, NAMED
 from gptmanager.kernels.gemm.panels.codes import Codes, numbers
 from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_columns, unpack_stream
-from gptmanager.memory.tensor_sources import CodesOf, tensor_name
+from gptmanager.memory.checkpoint.tensor_sources import CodesOf, tensor_name
 
 IN_WORDS = (2, 4, 8)  # bits of integers of which none is in two words
 LIMIT = 2.0**64  # scales must be smaller in magnitude, which keeps weights far from infinity

@@ -17,8 +17,8 @@ from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.panels.code_loops import E2M1
 from gptmanager.kernels.gemm.panels.codes import Codes, powers_of_two
 from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_stream
-from gptmanager.memory.safetensors_reader import FLOATS
-from gptmanager.memory.tensor_sources import TensorInfo, tensor_name
+from gptmanager.memory.checkpoint.safetensors_reader import FLOATS
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.quantized.matrices import IN_WORDS, Read, StoredMatrix, check_scales
 from gptmanager.models.quantized.mlx_options import BITS, MLX_FIELD, Packing, Packings, mlx_error
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gptmanager.errors import ConfigError, quoted
-from gptmanager.memory.tensor_sources import tensor_name
+from gptmanager.memory.checkpoint.tensor_sources import tensor_name
 
 MLX_FIELD = "quantization"  # of config.json
 OPTIONS = ("group_size", "bits", "mode")

@@ -14,7 +14,7 @@ from torch import Tensor
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.panels.code_loops import E2M1
 from gptmanager.kernels.gemm.panels.codes import Codes, numbers
-from gptmanager.memory.tensor_sources import CodesOf, TensorInfo, tensor_name
+from gptmanager.memory.checkpoint.tensor_sources import CodesOf, TensorInfo, tensor_name
 from gptmanager.models.quantized.matrices import Grid, Read, StoredMatrix, check_scales
 
 _GROUP = 16  # columns of NVFP4 that share a scale

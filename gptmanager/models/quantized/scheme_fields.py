@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gptmanager.errors import ConfigError, quoted
-from gptmanager.memory.tensor_sources import tensor_name
+from gptmanager.memory.checkpoint.tensor_sources import tensor_name
 from gptmanager.models.converted_tensors import FIELD
 from gptmanager.models.fields import MAX_SIZE
 from gptmanager.models.quantized.mlx_options import Packings

@@ -12,8 +12,8 @@ from torch import Tensor
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS
 from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.words import PackedGroups
-from gptmanager.memory.safetensors_reader import SafetensorsFolder
-from gptmanager.memory.tensor_sources import TensorInfo, TensorSource
+from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, TensorSource
 from gptmanager.models.quantized.formats import MatrixFinder
 from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, Read, StoredMatrix
 from gptmanager.models.quantized.mlx import MlxMatrix

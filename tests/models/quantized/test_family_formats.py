@@ -19,7 +19,7 @@ from torch import Tensor
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels, Kernels
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
-from gptmanager.memory.tensor_sources import StateDict
+from gptmanager.memory.checkpoint.tensor_sources import StateDict
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import as_floats, is_quantized
 from gptmanager.models.conversion import convert_checkpoint

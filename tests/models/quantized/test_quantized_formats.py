@@ -28,7 +28,7 @@ from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
 from gptmanager.kernels.gemm.panels.code_loops import E2M1, FOUR_BITS, NAMED
 from gptmanager.kernels.gemm.panels.codes import Codes
-from gptmanager.memory.tensor_sources import StateDict
+from gptmanager.memory.checkpoint.tensor_sources import StateDict
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import as_floats, is_quantized, open_tensors
 from gptmanager.models.conversion import convert_checkpoint

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix
 from gptmanager.memory import Place, Weights
+from gptmanager.memory.checkpoint.tensor_sources import StateDict
 from gptmanager.memory.places import Run
-from gptmanager.memory.tensor_sources import StateDict
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import as_floats
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
-from gptmanager.memory.mapped_file import MappedFile
-from gptmanager.memory.tensor_sources import TensorInfo, as_slice, tensor_name
-from gptmanager.memory.untrusted_files import check_file, read_object
+from gptmanager.memory.checkpoint.mapped_file import MappedFile
+from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, as_slice, tensor_name
+from gptmanager.memory.checkpoint.untrusted_files import check_file, read_object
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPES = {

@@ -1,0 +1,1 @@
+"""The tensors of checkpoint files, read within limits and written."""
