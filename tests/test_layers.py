@@ -253,6 +253,7 @@ memory/                       tensors that outlive a step, and the checkpoint fi
     places                    where tensors of a checkpoint go (no torch)
     tensor_checks             errors for tensors with a wrong name, shape, dtype or value
     stored_matrices           matrices that are mapped, or copied as they are stored
+    tensor_copies             copies tensors of a checkpoint to the storage of parameters
     weights                   parameters of a model, loaded by name
 models/                       decoder networks, and the table of families
     batch                     a schedule as packed tensors

@@ -1,18 +1,16 @@
 """`Weights`: a model's parameters, in storage that is filled from a checkpoint.
 
-This module decides how a tensor is copied to its storage: as a whole or as rows of a fused
-parameter, transposed or not, converted to the storage's dtype. The storage never moves, so later
-loads change the values of a parameter in place. A `Place` says which parameter a tensor belongs to.
+The storage never moves, so later loads change the values of a parameter in place. A `Place` says
+which parameter a tensor belongs to, and `TensorCopies` copies the tensor there.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,26 +23,16 @@ from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantize
 from gptmanager.memory.checkpoint.tensor_sources import StateDict, TensorInfo, TensorSource
 from gptmanager.memory.places import (
     Cut,
-    Part,
     Place,
     expected_shapes,
     filled_from_twins,
-    kept_parts,
     kept_shape,
     missing_hint,
-    runs,
     whole,
 )
-from gptmanager.memory.stored_matrices import MappedMatrix, mapped_matrices, packed_pieces
-from gptmanager.memory.tensor_checks import (
-    check_tensor,
-    check_values,
-    read_scales,
-    refuse_tensors,
-    tied_error,
-)
-
-_MIN_PIECE_BYTES = 1 << 20
+from gptmanager.memory.stored_matrices import MappedMatrix, mapped_matrices
+from gptmanager.memory.tensor_checks import check_tensor, check_values, refuse_tensors
+from gptmanager.memory.tensor_copies import MIN_PIECE_BYTES, TensorCopies
 
 NewMatrix = Callable[[int, int, torch.dtype, Quantized | None], PackedMatrix | None]
 _BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / GROUP}  # bytes per element
@@ -155,7 +143,8 @@ class Weights:
         if not (partial and self.version):
             for name in scales:
                 self.tensor(name).fill_(1)
-        self._copy_all(source, names, on_progress)
+        max_bytes = max(MIN_PIECE_BYTES, self.nbytes // 16)
+        self._copies(source).copy_all(names, max_bytes, on_progress)
         self.version += 1
 
     def memory(self, *, keeps: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -185,14 +174,18 @@ class Weights:
     def check_values(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
         """Check scales and tied tensors as `load` does; `names` is what `check` has returned."""
         source = self._as_source(tensors)
+        copies = self._copies(source)
         for name in check_values(source, names, self._places, self._dtype):
-            for part in self._parts(self._places[name]):
-                list(self._copy_part(source, names[name], name, part, _MIN_PIECE_BYTES))
+            copies.copy(names[name], name)
 
     def is_twin(self, given: str) -> bool:
         """Return whether a tensor is only compared with the parameter that it is tied to."""
         name = self._own_name(given)
         return name in self._places and self._places[name].twin
+
+    def _copies(self, source: TensorSource) -> TensorCopies:
+        given = self._places, self._storage, self._shapes, self._cuts, self._quantized
+        return TensorCopies(source, *given)
 
     def _in_groups(
         self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
@@ -236,35 +229,6 @@ class Weights:
             return packed
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def _copy_all(
-        self, source: TensorSource, names: Mapping[str, str], on_progress: ProgressCallback | None
-    ) -> None:
-        # Twins are last, because a twin is compared with its parameter.
-        order = sorted(names, key=lambda name: self._places[name].twin)
-        parts = {name: self._parts(self._places[name]) for name in names}
-        total = sum(self._nbytes(name, part) for name in names for part in parts[name])
-        max_bytes = max(_MIN_PIECE_BYTES, self.nbytes // 16)
-        done = 0
-        with torch.no_grad():
-            for name in order:
-                for part in parts[name]:
-                    for num_bytes in self._copy_part(source, names[name], name, part, max_bytes):
-                        done += num_bytes
-                        if on_progress is not None:
-                            on_progress("weights", done, total)
-
-    def _parts(self, place: Place) -> list[Part]:
-        """Return the parts of a tensor that are kept."""
-        name = place.parameter
-        return kept_parts(place, self._cuts[name], self._shapes[name]) if name in self._cuts else []
-
-    def _nbytes(self, name: str, part: Part) -> int:
-        """Return the size in bytes of a kept part, in the dtype of its parameter."""
-        parameter = self._places[name].parameter
-        columns = self._cuts[parameter].columns
-        num_columns = 1 if columns is None else len(columns)
-        return len(part.rows) * num_columns * self._storage[parameter].dtype.itemsize
-
     def names(self, given_names: Collection[str], *, partial: bool = False) -> dict[str, str]:
         """Find the places for these names, and return name in `places` -> given name.
 
@@ -294,107 +258,3 @@ class Weights:
         theirs = next(filter(given.startswith, self._prefixes), "")
         name = self._prefixes.get(theirs, "") + given.removeprefix(theirs)
         return name if name in self._places else self._prefix + name
-
-    def _copy_part(
-        self, source: TensorSource, given: str, name: str, part: Part, max_bytes: int
-    ) -> Iterator[int]:
-        """Copy a part slice by slice; yield the size in bytes of each slice."""
-        place, num_bytes = self._places[name], self._nbytes(name, part)
-        if place.scale:
-            self._copy_scales(source, given, name, part)
-            yield num_bytes
-            return
-        if place.stacked or part.rows.step != 1:
-            yield self._copy_picked(source, given, place, part, max_bytes)
-            return
-        # rows are read whole to be quantized: a scale depends on a whole row, or a whole group
-        in_rows = place.parameter in self._quantized
-        columns = self._cuts[place.parameter].columns
-        region = [part.rows]
-        if columns is not None:
-            inputs = range(self._shapes[place.parameter][1])
-            region.append(inputs if in_rows else columns)
-        if place.transposed:
-            region.reverse()
-            max_bytes = sys.maxsize if in_rows else max_bytes
-        region[1:1] = [range(1)] * place.squeezed
-        num_first = len(region[0])
-        pieces = packed_pieces(
-            source, given, self._storage[place.parameter], place, max_bytes, part.rows
-        )
-        if pieces is None:
-            pieces = source.pieces(given, max_bytes, region)
-        else:
-            num_first = len(part.rows)
-        for start, piece in pieces:
-            done = len(piece)
-            row, column = part.row + start, 0
-            if place.transposed and isinstance(piece, Tensor):
-                own = piece.squeeze(1) if place.squeezed else piece
-                piece, row, column = own.t(), part.row, start
-            if not self._copy(place, piece, row, column, columns if in_rows else None):
-                raise tied_error(given, place.parameter)
-            yield num_bytes * done // num_first
-
-    def _copy_picked(
-        self, source: TensorSource, given: str, place: Place, part: Part, max_bytes: int
-    ) -> int:
-        """Copy rows of one expert's matrix, or rows with a step; return the number of bytes."""
-        rows, columns = part.rows, self._cuts[place.parameter].columns
-        itemsize = self._storage[place.parameter].dtype.itemsize
-        every = range(rows.start, rows[-1] + 1)
-        packed = packed_pieces(
-            source, given, self._storage[place.parameter], place, max_bytes, every
-        )
-        if packed is not None:
-            for start, own in packed:
-                skipped = -start % rows.step
-                row = part.row + (start + skipped) // rows.step
-                own = own if rows.step == 1 else own.rows(slice(skipped, None, rows.step))
-                self._copy(place, own, row, 0, columns)
-            return len(rows) * self._shapes[place.parameter][1] * itemsize
-        size = sum(len(own) for own, _ in runs(place, self._shapes[place.parameter]))
-        size //= max(1, place.stacked)
-        number = rows.start // size
-        stack, offset = [range(number, number + 1)] if place.stacked else [], number * size
-        widths = self._shapes[place.parameter][1:]
-        region = [range(rows.start - offset, rows[-1] + 1 - offset), *map(range, widths)]
-        region = region[::-1] if place.transposed else region
-        pieces = source.pieces(given, max_bytes, [*stack, *region])
-        piece = torch.cat([own.clone() for _, own in pieces])
-        piece = piece[0] if stack else piece
-        piece = (piece.t() if place.transposed else piece)[:: rows.step]
-        if columns is not None and place.parameter not in self._quantized:
-            piece, columns = piece[:, columns.start : columns.stop], None
-        self._copy(place, piece, part.row, 0, columns)
-        return piece.numel() * itemsize
-
-    def _copy_scales(self, source: TensorSource, given: str, name: str, part: Part) -> None:
-        piece = read_scales(source, given)
-        if piece.numel() > 1:
-            piece = piece[part.rows.start : part.rows.stop]
-        storage = self.tensor(self._places[name].parameter)
-        storage[part.row : part.row + len(part.rows)].copy_(piece)
-
-    def _copy(self, place: Place, piece: Any, row: int, column: int, columns: range | None) -> bool:
-        """Copy `columns` of `piece`, or all, to the storage from `row` and `column` on.
-
-        `piece`: a tensor, or a slice from `packed_pieces`. A twin is compared instead of copied;
-        the result is False if the twin differs.
-        """
-        storage = self._storage[place.parameter]
-        if isinstance(storage, PackedMatrix):
-            own = slice(None) if columns is None else slice(columns.start, columns.stop)
-            if place.twin:
-                return storage.holds(piece, row, column, own)
-            storage.copy_(piece, row, column, own)
-            return True
-        assert isinstance(piece, Tensor)
-        piece = piece if columns is None else piece[:, columns.start : columns.stop]
-        region = storage[row : row + len(piece)]
-        if piece.dim() == 2:
-            region = region[:, column : column + piece.shape[1]]
-        if place.twin:
-            return torch.equal(region, piece.to(region))
-        region.copy_(piece)
-        return True
