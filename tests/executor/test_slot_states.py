@@ -27,6 +27,8 @@ from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.memory.slot_states import StateShape, state_bytes
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
+from gptmanager.scheduler import GuaranteedNoEvictScheduler, SimpleScheduler
+from gptmanager.simulator.comparison import variant
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
 FUSED = ModelType.INFLIGHT_FUSED_BATCHING
@@ -150,12 +152,18 @@ def cached_tokens(host: RecordingCallbacks, request_id: int) -> int:
 
 
 def chat(
-    cache: KvCacheConfig, turns: Any, policy: Any = NO_EVICT, kind: ModelType = FUSED, **more: Any
+    cache: KvCacheConfig,
+    turns: Any,
+    policy: Any = NO_EVICT,
+    kind: ModelType = FUSED,
+    create_scheduler: Any = None,
+    **more: Any,
 ) -> list[int]:
     """Ask turn after turn of a conversation; return the cached tokens of each."""
     host, text, found = RecordingCallbacks(), [], []
     params = OptionalParams(kv_cache_config=cache, **more)
-    own = {"scheduler_config": SchedulerConfig(policy), "optional_params": params}
+    config = SchedulerConfig(policy, create_scheduler=create_scheduler)
+    own = {"scheduler_config": config, "optional_params": params}
     with GptManager(Digesting(), kind, **own, **host.keywords()) as manager:
         host.manager = manager
         for number, (turn, length) in enumerate(turns):
@@ -185,6 +193,20 @@ def test_a_static_batch_finds_answers() -> None:
     cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8)
     found = chat(cache, TURNS, CapacitySchedulerPolicy.STATIC_BATCH)
     assert found == [0, 24, 48, 48]  # the third prompt ends between two boundaries
+
+
+def own_scheduler(
+    max_num_requests: int, kv_cache_manager: Any, micro_batch_scheduler: Any, **_: Any
+) -> Any:
+    capacity = GuaranteedNoEvictScheduler(max_num_requests, kv_cache_manager)
+    return SimpleScheduler(capacity, micro_batch_scheduler)
+
+
+@pytest.mark.parametrize(("chunked", "last"), [(False, 48), (True, 56)])
+def test_contexts_of_an_own_scheduler_are_cut_only_if_it_chunks(chunked: bool, last: int) -> None:
+    cache = KvCacheConfig(enable_block_reuse=True, tokens_per_block=8)
+    own = {"create_scheduler": own_scheduler, "enable_chunked_context": chunked}
+    assert chat(cache, TURNS, **own) == [0, 24, 48, last]
 
 
 @pytest.mark.parametrize("kind", [ModelType.V1, FUSED])
@@ -262,3 +284,5 @@ def test_a_recording_with_snapshots_replays(tmp_path: Path) -> None:
     assert any(it.state_loads for it in schedules) and any(it.state_saves for it in schedules)
     report = replay(recording)
     assert report.divergence is None and report.compared == len(recording.iterations)
+    simulated = variant(recording.header.blueprint, NO_EVICT).sizes
+    assert simulated.has_states and simulated.num_snapshots == REUSE["state_snapshots"]

@@ -105,8 +105,9 @@ def test_a_prompt_is_found_up_to_its_last_block_boundary() -> None:
     assert machine.run(asked(2, range(14)), 1) == 12
     assert machine.run(asked(3, [*range(12), 50, 51]), 1) == 12
     # the boundary must be before the last token, which is always computed
-    assert machine.run(asked(4, range(12)), 1) == 0
-    assert machine.run(asked(5, range(12)), 1) == 8
+    assert machine.run(asked(4, range(60, 72)), 1) == 0
+    assert machine.run(asked(5, range(60, 72)), 1) == 8
+    assert machine.kv.audit().cached == 6  # full blocks only
 
 
 def test_an_answer_is_found_by_the_next_turn() -> None:

@@ -63,6 +63,12 @@ def test_list_order_decides_and_the_first_token_misfit_ends_the_pass() -> None:
     assert sizes(requests) == [None] * 5
 
 
+def test_the_rest_of_a_context_that_the_loop_has_cut_costs_what_is_left() -> None:
+    rest = context(0, 12, 8, context_chunk_size=4)
+    assert decide(MicroBatchScheduler(9, 10), [rest, context(1, 6)]) == ([0, 1], [])
+    assert decide(MicroBatchScheduler(9, 9), [rest, context(1, 6)]) == ([0], [])
+
+
 def test_batch_size_counts_contexts_and_generations() -> None:
     requests = [context(0, 5), generation(1), context(2, 5), generation(3)]
     assert decide(MicroBatchScheduler(3), requests) == ([0, 2], [1])
