@@ -155,12 +155,15 @@ kernels/                      all operations of a model in torch, and compiled o
         routing               chooses and weighs the experts of each token
         mixture               matmuls of experts over tokens sorted by expert
         routing_loops         chooses experts and gathers their inputs, compiled
-    recurrent/                recurrent layers: the gated delta rule, short convolutions
+    recurrent/                recurrent layers: gated delta rule, short convolutions, Mamba-2
         convolution           causal convolutions of channels in torch
         delta_formulas        the gated delta rule in torch, by tokens or in chunks
+        state_space_formulas  the state space of Mamba-2 in torch, by tokens or in chunks
         recurrent_ops         the operations of recurrent layers in torch
         convolution_loops     causal convolutions, compiled
+        memory_loops          memories of heads, compiled
         delta_loops           linear attention with a state, compiled
+        state_space_loops     Mamba-2, compiled
     reference                 every operation in torch: the specification
     cpu_matmuls               matmuls on the CPU
     cpu_recurrent             recurrent layers on the CPU
@@ -269,7 +272,7 @@ models/                       decoder networks, and the table of families
         further_fields        config fields that several keys determine (no torch)
         mixtures              rows of the table for mixtures of experts (no torch)
         linears               rows of the table for linear attention (no torch)
-        convolutions          rows of the table for short convolutions (no torch)
+        hybrids               rows of the table for short convolutions and Mamba-2 (no torch)
         architectures         the table of architectures: keys and tensor names
         config                makes a config.json from a file's metadata
         row_orders            orders of rows in which a file differs from a checkpoint
@@ -301,6 +304,7 @@ models/                       decoder networks, and the table of families
         kind                  the interface of these kinds
         delta_rule            linear attention with the gated delta rule
         short_convolution     gated convolutions over a few tokens
+        state_space           state spaces of Mamba-2
     spec                      ModelSpec: all sizes and features of a network
     attention_options         windows and page dtypes that a caller chooses for a ModelSpec
     parameters                names and shapes of a network's parameters
@@ -322,6 +326,7 @@ models/                       decoder networks, and the table of families
             corrected_mixtures  mixtures with a learned correction of scores
             linears           families with linear attention: Qwen3-Next, Qwen3.5
             convolutions      families with short convolutions: LFM2
+            state_spaces      families with state spaces: Granite 4
             latents           families with latents: DeepSeek V2, V3
             own_code          families that are published with code of their own
         table                 FAMILIES: all of them, by model_type

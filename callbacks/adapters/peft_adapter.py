@@ -47,6 +47,8 @@ _IDS: Mapping[tuple[str, str | None], tuple[int, ...]] = {
         ("delta_out", None): "attn_dense",
         ("short_in", None): "attn_qkv",
         ("short_out", None): "attn_dense",
+        ("space_in", None): "attn_qkv",
+        ("space_out", None): "attn_dense",
         **{
             (up, part): names
             for up in ("up", "shared_up")

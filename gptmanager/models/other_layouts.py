@@ -1,7 +1,7 @@
 """`in_family_layout`: tensors that some programs store in another way, as their family stores them.
 
 MLX adds 1 to the norms of Qwen3-Next and Qwen3.5, and moves the dimension of size 1 of convolutions
-to the end, as those of LFM2. It leaves out a term of the routers of ERNIE 4.5, which is then zero.
+to the end, in all families. It leaves out a term of the routers of ERNIE 4.5, which is then zero.
 transformers 5 has the experts of Qwen3-VL-MoE as [out, in], and reads both orders. Programs that
 quantize GPT-2 store its matrices as [out, in], and GPT-2 itself stores them as [in, out].
 """
@@ -26,7 +26,8 @@ from gptmanager.memory.checkpoint.tensor_sources import (
 )
 from gptmanager.models.quantized.source import QuantizedSource
 
-_CONVOLUTIONS = (".linear_attn.conv1d.weight", ".conv.conv.weight")
+_DELTA = ".linear_attn.conv1d.weight"
+_CONVOLUTIONS = (_DELTA, ".conv.conv.weight", ".mamba.conv1d.weight")
 _NORMS = re.compile(
     r"(^|\.)(input_layernorm|post_attention_layernorm|q_norm|k_norm)\.weight$"
     r"|^((.+\.)?(language_)?model\.)?norm\.weight$"
@@ -49,7 +50,8 @@ def in_family_layout(config: Mapping[str, Any], tensors: TensorSource) -> Tensor
     if moved != convolutions:
         return tensors
     floats = {name for name in given if given[name].dtype in FLOATS.values()}
-    norms = {name for name in floats if moved and _NORMS.search(name)}
+    has_ones = any(name.endswith(_DELTA) for name in moved)
+    norms = {name for name in floats if has_ones and _NORMS.search(name)}
     zeros: dict[str, tuple[int, ...]] = {}
     if config.get("model_type") == "ernie4_5_moe":
         layers = {name.removesuffix(_EXPERTS): name for name in given if name.endswith(_EXPERTS)}

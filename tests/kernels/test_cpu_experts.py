@@ -12,7 +12,7 @@ from gptmanager.kernels.experts import routing_loops
 from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
 from gptmanager.kernels.experts.routing import Routing, choose_experts
 from gptmanager.kernels.gemm.packed_matrix import Quantized
-from gptmanager.kernels.recurrent import convolution_loops, delta_loops
+from gptmanager.kernels.recurrent import convolution_loops, delta_loops, state_space_loops
 
 HIDDEN, WIDTH, COUNT = 128, 96, 16
 ROUTING = Routing(4, renormalize=True)
@@ -43,6 +43,7 @@ def experts_of(
         ((), False, set()),
         ({"delta"}, False, {it.__name__ for it in delta_loops.BODIES}),
         ({"short"}, False, {it.__name__ for it in convolution_loops.BODIES}),
+        ({"space"}, False, {it.__name__ for it in state_space_loops.BODIES}),
         ((), True, {"multiply_group", *(it.__name__ for it in routing_loops.BODIES)}),
     ],
 )

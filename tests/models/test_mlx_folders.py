@@ -46,7 +46,10 @@ CHANGED = [
     ("llama4_text", r"experts\.gate_proj\.weight"),
     ("gemma4_text experts", r"experts\.switch_glu\.up_proj"),
     ("granitemoe", r"block_sparse_moe\.switch_mlp\.up_proj"),
-    ("granitemoehybrid", r"mlp\.gate_proj"),
+    ("granitemoehybrid attention", r"mlp\.gate_proj"),
+    ("granitemoehybrid", "conv1d"),
+    ("lfm2", r"conv\.conv"),
+    ("lfm2_moe", r"feed_forward\.switch_mlp\.up_proj"),
 ]
 
 

@@ -17,6 +17,7 @@ from checkpoints import PagedDriver, checkpoint, is_greedy, random_model
 from family_configs import FAMILY_CONFIGS
 from guided_requests import asked
 from guided_requests import serve as serve_guided
+from odd_configs import family_config
 from safetensors.torch import save_file
 from text_checkpoint import END_ID, byte_tokenizer
 from torch import Tensor
@@ -288,10 +289,10 @@ def test_sleep_and_new_weights(model: Any, folder: Path, greedy: Any) -> None:
         assert last.tensors["output_ids"].flatten().tolist() == greedy[0]
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
-@pytest.mark.every(2)
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "granitemoehybrid dense"])
+@pytest.mark.every(3)
 def test_adapters_of_recurrent_layers(name: str, tmp_path: Path) -> None:
-    config = {"model_type": name, **FAMILY_CONFIGS[name], "tie_word_embeddings": False}
+    config = {**family_config(name), "tie_word_embeddings": False}
     config, state = checkpoint(random_model(config))
     given = load_model((config, state))
     drawn = torch.Generator().manual_seed(1)

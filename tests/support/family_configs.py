@@ -122,11 +122,9 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "olmo3": {**BASE, "sliding_window": 8},
     "granite": {**BASE, **_GRANITE, "attention_bias": True},
     "granitemoehybrid": {
-        **BASE,
-        **_GRANITE,
-        **{"num_local_experts": 0, "shared_intermediate_size": 80, "num_experts_per_tok": 0},
-        **{"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"},
-        **{"mamba_n_heads": 8, "mamba_d_head": 16, "attention_bias": True},
+        **{**_TOP2, **_LOCAL, **_GRANITE, "layer_types": ["mamba", "attention"] * 2},
+        **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 24, "mamba_n_groups": 2},
+        **{"shared_intermediate_size": 48, "mamba_proj_bias": True},
     },
     "cohere": {**BASE, "use_qk_norm": True, "tie_word_embeddings": True},
     "cohere2": {**BASE, **_EVERY_SECOND, "logit_scale": 0.3},
@@ -297,6 +295,18 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "lfm2_moe plain": {
         **{**_SHORT, **_MOE, **_FOUR, "num_dense_layers": 0, "use_expert_bias": False},
         **{"norm_topk_prob": False, "conv_L_cache": 4, "tie_word_embeddings": True},
+    },
+    "granitemoehybrid attention": {
+        **BASE,
+        **_GRANITE,
+        **{"num_local_experts": 0, "shared_intermediate_size": 80, "num_experts_per_tok": 0},
+        **{"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"},
+        **{"mamba_n_heads": 8, "mamba_d_head": 16, "attention_bias": True},
+    },
+    "granitemoehybrid dense": {
+        **{**BASE, **_GRANITE, "layer_types": ["mamba", "attention", "mamba", "mamba"]},
+        **{"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_conv": 3, "mamba_conv_bias": False},
+        **{"shared_intermediate_size": 48, "num_local_experts": 0, "num_experts_per_tok": 0},
     },
     "smollm3 tied": {**BASE, "tie_word_embeddings": True},
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 _PLUS_ONE = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
 _LEFT_OUT = "moe_statics.e_score_correction_bias"  # of ERNIE 4.5
 _STACK = {"llama4_text": ".", "gemma4_text": ".switch_glu."}
+_CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -32,9 +33,11 @@ def mlx_folder(name: str, target: Path) -> Path:
         state = {key.removeprefix("transformer."): it for key, it in state.items()}
         state = {k: it.T if matrices.fullmatch(k) else it for k, it in state.items()}
         state = {f"model.{key}": it for key, it in state.items()}
-    if any("conv1d" in key for key in state):
+    if any("linear_attn.conv1d" in key for key in state):
         state = {k: it + 1 if k.endswith(_PLUS_ONE) else it for k, it in state.items()}
-        state = {k: it.movedim(2, 1) if "conv1d" in k else it for k, it in state.items()}
+    state = {k: it.movedim(2, 1) if k.endswith(_CONVOLUTIONS) else it for k, it in state.items()}
+    if config["model_type"] == "lfm2_moe":
+        state = {re.sub(r"\bw[123]\b", lambda it: _MIXTRAL[it[0]], k): state[k] for k in state}
     state = {key: it for key, it in state.items() if not key.endswith(_LEFT_OUT)}
     state = _apart(state, config)
     state = separated(state) if name == "gpt_oss" else stacked(state, module_of(name))
@@ -69,6 +72,8 @@ def _apart(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, 
             own = module + _STACK[config["model_type"]]
             whole = tensor if tensor.shape[1] == config["hidden_size"] else tensor.mT
             found[f"{own}down_proj.weight"] = whole
+        elif "shared_mlp" in key and config.get("num_local_experts"):
+            found[key] = tensor
         elif key.endswith("input_linear.weight"):
             own = module.removesuffix("input_linear").replace("shared_mlp", "mlp")
             own += "switch_mlp." if tensor.dim() == 3 else ""

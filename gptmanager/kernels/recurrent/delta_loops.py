@@ -1,8 +1,7 @@
 """Compiled linear attention (gated delta rule): gates, convolution, and the memory of each head.
 
-`recurrent.delta_formulas` has the formulas. A column of a memory does not depend on other columns.
-So a thread keeps 32 columns of a head's memory in the cache while it runs up to SPAN tokens of a
-row. A token's result has the same bits, however its row's tokens are divided among steps.
+`recurrent.delta_formulas` has the formulas. A thread runs up to SPAN tokens of a row on a tile of a
+head's memory. A token's result has the same bits, however its row's tokens are divided among steps.
 """
 
 # mypy: allow-untyped-calls
@@ -17,6 +16,13 @@ import numpy as np
 from gptmanager.kernels.per_token_kernels import LOG2_E, MINUS_LOG2_E, ONE, ZERO, logistic
 from gptmanager.kernels.recurrent.convolution_loops import convolved, keep_inputs
 from gptmanager.kernels.recurrent.delta_formulas import L2_EPS
+from gptmanager.kernels.recurrent.memory_loops import (
+    WIDTH,
+    advance,
+    load_tile,
+    softplus,
+    store_tile,
+)
 from gptmanager.kernels.simd.dtypes import load_as, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
@@ -25,7 +31,6 @@ from gptmanager.kernels.simd.lanes import (
     fma,
     get,
     get_int,
-    larger,
     load,
     load_part,
     loop,
@@ -37,11 +42,7 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
-WIDTH = 2 * LANES  # the columns of a memory that a thread updates at a time
 SPAN = 32  # the most tokens that a thread runs before it writes their results
-TWO = np.float32(2.0)
-# Coefficients of the series of atanh(x) / x in powers of x^2, highest first, for x up to 1/3.
-ATANH_TERMS = (1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0)
 
 
 class DeltaTask(ctypes.Structure):
@@ -72,22 +73,6 @@ def scratch_bytes(key_dim: int, value_dim: int) -> int:
     return 4 * (key_dim * WIDTH + SPAN * wide)
 
 
-@loop
-def _softplus(x: Any) -> Any:
-    """Return log(1 + exp(x)), with a small relative error even if the result is small.
-
-    With e = exp(-|x|), log(1 + e) = 2 atanh(e / (2 + e)).
-    """
-    size = larger(x, splat(ZERO) - x)
-    e = exp2(size * splat(MINUS_LOG2_E))
-    ratio = e / (e + splat(TWO))
-    square = ratio * ratio
-    series = splat(np.float32(ATANH_TERMS[0]))
-    for term in ATANH_TERMS[1:]:
-        series = fma(series, square, splat(np.float32(term)))
-    return larger(x, splat(ZERO)) + splat(TWO) * ratio * series
-
-
 def activate_gates(address: int) -> None:
     """Replace the arguments in `gates` by rates b and decay factors exp(g)."""
     t = task_at(address, DELTA_TASK)
@@ -103,7 +88,7 @@ def activate_gates(address: int) -> None:
                 at = start + heads + head
                 argument = load_part(t.gates, at, count) + load_part(t.step, head, count)
                 speed = exp2(load_part(t.decay, head, count) * splat(LOG2_E))
-                decay = exp2(speed * _softplus(argument) * splat(MINUS_LOG2_E))
+                decay = exp2(speed * softplus(argument) * splat(MINUS_LOG2_E))
                 store_part(t.gates, start + head, rate, count)
                 store_part(t.gates, at, decay, count)
         part = claim(address, NEXT_PART)
@@ -195,38 +180,6 @@ def _dot(tile: int, vector: int, size: int) -> Any:
 
 
 @loop
-def _change_row(tile: int, at: int, by: Any, key: Any, change: Any) -> Any:
-    """Set sixteen elements of a tile to `by` times themselves plus `key * change`; return them."""
-    own = fma(key, change, load(tile, at) * by)
-    store(tile, at, own)
-    return own
-
-
-@loop
-def _advance(
-    tile: int, key: int, query: int, decay: float, left: Any, right: Any, size: int
-) -> Any:
-    """Set a tile `[size, 32]` to `decay * tile + key * change`; return `query @` the new tile.
-
-    `left` and `right` are the halves of `change [32]`. The result `[32]` is also a pair of halves.
-    """
-    a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
-    whole, by = size // 2 * 2, splat(decay)
-    for i in range(0, whole, 2):
-        at, k, q = i * WIDTH, splat(get(key, i)), splat(get(query, i))
-        a = fma(q, _change_row(tile, at, by, k, left), a)
-        b = fma(q, _change_row(tile, at + LANES, by, k, right), b)
-        at, k, q = at + WIDTH, splat(get(key, i + 1)), splat(get(query, i + 1))
-        c = fma(q, _change_row(tile, at, by, k, left), c)
-        d = fma(q, _change_row(tile, at + LANES, by, k, right), d)
-    for i in range(whole, size):
-        at, k, q = i * WIDTH, splat(get(key, i)), splat(get(query, i))
-        a = fma(q, _change_row(tile, at, by, k, left), a)
-        b = fma(q, _change_row(tile, at + LANES, by, k, right), b)
-    return a + c, b + d
-
-
-@loop
 def _finish_token(t: Any, token: int, head: int, read: int) -> None:
     """Write a token's result: the RMS norm of the values in `read`, times SiLU of output gates."""
     size, heads = t.value_dim, t.value_heads
@@ -259,10 +212,7 @@ def _run_head(t: Any, row: int, head: int, tile: int) -> None:
         for column in range(0, value_dim, WIDTH):
             count = value_dim - column
             more = count - LANES  # columns left for the second half, if positive
-            for i in range(key_dim):
-                at = i * value_dim + column
-                store(tile, i * WIDTH, load_part(memory, at, count))
-                store(tile, i * WIDTH + LANES, load_part(memory, at + LANES, more))
+            load_tile(tile, memory, column, key_dim, value_dim)
             for token in range(start, end):
                 at = token * t.channels + key_head * key_dim
                 query, key = t.mixed + 4 * at, t.mixed + 4 * (at + keys)
@@ -272,14 +222,11 @@ def _run_head(t: Any, row: int, head: int, tile: int) -> None:
                 left, right = _dot(tile, key, key_dim)
                 left = (load_part(t.mixed, at, count) - left * splat(decay)) * splat(rate)
                 right = (load_part(t.mixed, at + LANES, more) - right * splat(decay)) * splat(rate)
-                left, right = _advance(tile, key, query, decay, left, right, key_dim)
+                left, right = advance(tile, key, query, decay, left, right, key_dim)
                 at = (token - start) * wide + column
                 store(read, at, left)
                 store(read, at + LANES, right)
-            for i in range(key_dim):
-                at = i * value_dim + column
-                store_part(memory, at, load(tile, i * WIDTH), count)
-                store_part(memory, at + LANES, load(tile, i * WIDTH + LANES), more)
+            store_tile(tile, memory, column, key_dim, value_dim)
         for token in range(start, end):
             _finish_token(t, token, head, read + 4 * (token - start) * wide)
 

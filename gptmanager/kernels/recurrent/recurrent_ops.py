@@ -21,6 +21,13 @@ from gptmanager.kernels.recurrent.delta_formulas import (
     in_chunks,
     step_by_step,
 )
+from gptmanager.kernels.recurrent.state_space_formulas import (
+    StateSpaceShape,
+    StateSpaceState,
+    StateSpaceTensors,
+    scan_chunks,
+    scan_tokens,
+)
 
 
 class RecurrentOps:
@@ -93,6 +100,44 @@ class RecurrentOps:
         before, after, x = widened(projected).chunk(3, dim=-1)
         x = widened((before * x).to(projected.dtype))
         return (convolve(x, own, inputs, rows) * after).to(projected.dtype)
+
+    def state_space(
+        self,
+        projected: Tensor,
+        shape: StateSpaceShape,
+        tensors: StateSpaceTensors,
+        eps: float,
+        state: StateSpaceState,
+        rows: RowSpans,
+    ) -> Tensor:
+        """Return a Mamba-2 layer's output `[T, H * P]` for the rows' tokens, and update its state.
+
+        `state_space_formulas` explains the letters. `projected` has, for each token, the gates of
+        the output, then inputs, B and C before the convolution, then arguments of the steps. The
+        output is multiplied by the SiLU of its gates, then RMS-normalized in groups.
+        """
+        wide = widened(projected)
+        gates, channels, steps = wide.split((shape.inner, shape.channels, shape.heads), dim=-1)
+        mixed = self.elementwise(F.silu, convolve(channels, tensors.conv, state.inputs, rows))
+        x, b, c = mixed.split((shape.inner, *2 * (shape.groups * shape.state,)), dim=-1)
+        x = x.unflatten(-1, (shape.heads, shape.head_dim))
+        b, c = (it.unflatten(-1, (shape.groups, shape.state)) for it in (b, c))
+        steps = self.elementwise(F.softplus, steps + widened(tensors.step))
+        values, decays = x * steps.unsqueeze(-1), -widened(tensors.decay).exp() * steps
+        found, each = x * widened(tensors.skip).unsqueeze(-1), shape.heads // shape.groups
+        for tokens, slots in self._spans(rows):
+            count, memory = (len(slots), -1), state.memory[slots].to(wide)
+            own = [it[tokens].unflatten(0, count) for it in (c, b, values, decays)]
+            scan = scan_tokens if self.deterministic or own[0].shape[1] == 1 else scan_chunks
+            own[:2] = (it.repeat_interleave(each, dim=2) for it in own[:2])
+            read, memory = scan(*own, memory)
+            state.memory[slots] = memory.to(state.memory)
+            found[tokens] += read.flatten(0, 1)
+        gated = found.flatten(1) * self.elementwise(F.silu, gates)
+        groups = gated.unflatten(-1, (shape.norm_groups, -1))
+        mean = self._each(lambda it: it.square().mean(-1, keepdim=True), groups)
+        normed = (groups * torch.rsqrt(mean + eps)).flatten(1) * widened(tensors.norm)
+        return normed.to(projected.dtype)
 
     def _spans(self, rows: RowSpans) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """Yield the tokens and the slots of rows that run together.

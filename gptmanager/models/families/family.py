@@ -52,8 +52,8 @@ class Family:
     - "pattern": as with an integer, which is the field `sliding_window_pattern`.
     - "chunks": the layers with attention in chunks. Their windows begin at multiples of the size of
       a chunk.
-    - "linear", "conv": no layer has a window, and some layers have linear attention, or a short
-      convolution.
+    - "linear", "conv", "mamba": no layer has a window, and some layers have linear attention, a
+      short convolution, or a state space.
 
     `network` returns further fields of the `ModelSpec`. The other three functions also get the
     index of a layer. `attention` returns further fields of the layer's `Attention`, and `rope_dim`

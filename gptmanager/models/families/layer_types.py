@@ -9,8 +9,9 @@ from gptmanager.models.fields import Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, CONVOLUTION = "linear_attention", "conv"
+_MAMBA = {"attention": FULL, "mamba": LINEAR}
 _PATTERN = "sliding_window_pattern"
-Concerned = Literal["none", "all", "some", "pattern", "chunks", "linear", "conv"] | int
+Concerned = Literal["none", "all", "some", "pattern", "chunks", "linear", "conv", "mamba"] | int
 
 
 def read_windows(
@@ -24,9 +25,8 @@ def read_windows(
     """
     if concerned == "chunks":
         return _in_chunks(fields, num_layers, max_seq_len)
-    if concerned in ("linear", "conv"):
-        read = _linear_types if concerned == "linear" else _convolution_types
-        return (None,) * num_layers, read(fields, num_layers)
+    if isinstance(concerned, str) and concerned in _WITH_STATES:
+        return (None,) * num_layers, _WITH_STATES[concerned](fields, num_layers)
     if isinstance(concerned, int) or concerned == "pattern":
         return _by_type(fields, concerned, num_layers, max_seq_len)
     window, is_optional = None, concerned == "some" or fields.has_default("use_sliding_window")
@@ -176,12 +176,28 @@ def _convolution_types(fields: Fields, num_layers: int) -> list[str]:
     return [FULL if layer in full else CONVOLUTION for layer in range(num_layers)]
 
 
+def _mamba_types(fields: Fields, num_layers: int) -> list[str]:
+    """Return the field `layer_types`. Published configs have other names for the types."""
+    given = fields.get("layer_types")
+    names = {**_MAMBA, FULL: FULL, LINEAR: LINEAR}
+    is_list = isinstance(given, list) and len(given) == num_layers
+    if not is_list or not all(isinstance(it, str) and it in names for it in given):
+        raise _wrong_types(fields, num_layers, [*_MAMBA])
+    types = [names[it] for it in given]
+    if FULL not in types:
+        raise fields.error("layer_types", "must have 'attention' for at least one layer")
+    return types
+
+
 def _partly_full(fields: Fields, num_layers: int, other: str) -> list[str]:
     """Return the field `layer_types`, which must have full attention for at least one layer."""
     types = _checked(fields, num_layers, [FULL, other])
     if FULL not in types:
         raise fields.error("layer_types", f"must have {FULL!r} for at least one layer")
     return types
+
+
+_WITH_STATES = {"linear": _linear_types, "conv": _convolution_types, "mamba": _mamba_types}
 
 
 def _is_full(layer: int, each: int) -> bool:

@@ -33,17 +33,6 @@ def granite_attention(fields: Fields, _: int) -> Mapping[str, Any]:
     return {"scale": fields.number("attention_multiplier")}
 
 
-def granite4_network(fields: Fields) -> Mapping[str, Any]:
-    """Return Granite's scales. Refuse the variants of Granite 4 with experts or Mamba layers."""
-    if fields.get("layer_types") is None:  # the default is Mamba
-        raise fields.error("layer_types", "must be 'attention' for each layer")
-    if fields.count("num_local_experts"):
-        raise fields.error("num_local_experts", "must be 0: only dense models are supported")
-    of_mamba = (it for it in fields.unread() if it.startswith(("mamba_", "time_step_")))
-    fields.note_read("num_experts_per_tok", *of_mamba)
-    return granite_scales(fields)
-
-
 def granite4_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     """Return the scale of attention scores; turn off RoPE unless the config asks for it."""
     found = granite_attention(fields, layer)

@@ -15,6 +15,7 @@ from gptmanager.models.families.kinds.linears import LINEARS
 from gptmanager.models.families.kinds.llamas import LLAMAS
 from gptmanager.models.families.kinds.mixtures import MIXTURES
 from gptmanager.models.families.kinds.own_code import OWN_CODE
+from gptmanager.models.families.kinds.state_spaces import STATE_SPACES
 
 FAMILIES: Mapping[str, Family] = {
     **LLAMAS,
@@ -27,4 +28,5 @@ FAMILIES: Mapping[str, Family] = {
     **LATENTS,
     **LINEARS,
     **CONVOLUTIONS,
+    **STATE_SPACES,
 }

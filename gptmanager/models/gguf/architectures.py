@@ -27,8 +27,8 @@ from gptmanager.models.gguf.architecture import (
     WINDOWS,
     Architecture,
 )
-from gptmanager.models.gguf.convolutions import CONVOLUTIONS
 from gptmanager.models.gguf.further_fields import gemma4_fields, minicpm_scales, ministral_rope
+from gptmanager.models.gguf.hybrids import HYBRIDS
 from gptmanager.models.gguf.linears import LINEARS
 from gptmanager.models.gguf.mixtures import DEEPSEEK_V3, GRANITE_SHARED, MIXTRAL, MIXTURES
 
@@ -334,7 +334,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         outside=_OF_GPT2,
     ),
     **LINEARS,
-    **CONVOLUTIONS,
+    **HYBRIDS,
     **MIXTURES,
     "qwen3vlmoe": replace(MIXTURES["qwen3moe"], ignored=_OF_MEDIA),
 }

@@ -10,6 +10,7 @@ from gptmanager.models.gguf.metadata import Metadata
 
 Names = Collection[str]
 _LEAST_SCALE = 1e-9
+KV_HEADS = "attention.head_count_kv"
 
 
 def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
@@ -23,6 +24,22 @@ def without_further_layers(metadata: Metadata, prefix: str, _: Names, config: Co
     return {
         "num_hidden_layers": layers - num_further,
         "num_nextn_predict_layers": num_further,
+    }
+
+
+def layers_with_keys(metadata: Metadata, prefix: str, other: str) -> Config:
+    """Return the number of KV heads, and `layer_types` of layers with attention or of type `other`.
+
+    A file has a number for each layer, which is 0 for the layers without keys and values.
+    """
+    key = f"{prefix}{KV_HEADS}"
+    counts = metadata.numbers(key, metadata.integer(f"{prefix}block_count") or 0)
+    heads = {*counts} - {0}
+    if len(heads) != 1:
+        raise metadata.error(key, "must have the same number for all layers with attention")
+    return {
+        "num_key_value_heads": heads.pop(),
+        "layer_types": ["full_attention" if count else other for count in counts],
     }
 
 

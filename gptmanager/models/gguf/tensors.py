@@ -6,6 +6,7 @@ Rows are unpacked on demand, so a file is never in memory as a whole, neither pa
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ _FROM_CONFIG = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_
 # a tensor with the matrices of two modules, one below the other
 _JOINED = {"ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
 _CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
+# vectors that llama.cpp stores as matrices for Mamba-2
+_FLAT = ("ssm_a", "ssm_d", "ssm_norm")
 _SCALE = ".scale"  # ends the name of a tensor with scales of the matrices ".weight"
 _TEMPORARIES = 4  # memory needed to unpack, in multiples of the result's size
 _FLOAT_BYTES = 4
@@ -196,6 +199,8 @@ class GgufTensors:
                 f"{quoted_path(self._header.path)}: tensor {tensor_name(name)} of shape "
                 f"{list(stored.shape)} is unknown in the architecture {own.model_type}"
             )
+        if module in _FLAT:
+            stored = stored._replace(shape=(math.prod(stored.shape),))
         shape = stored.shape
         if module in own.single_rows and len(shape) == 1:
             shape = (1, *shape)

@@ -32,7 +32,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "weights.md"
 # Files of these families have the architecture of another family.
 OF_OTHERS = {
     "mistral": ["llama"],
-    "granitemoehybrid": ["granite"],
+    "granitemoehybrid": ["granite", "granitehybrid"],
     "qwen3_vl_moe_text": ["qwen3vlmoe"],
     "solar_open": ["glm4moe"],
     "glm4_moe_lite": ["deepseek2"],

@@ -120,6 +120,7 @@ CONVOLUTIONS: Mapping[str, Family] = {
             stacked_up="feed_forward.experts.gate_up_proj",
             stacked_down="feed_forward.experts.down_proj",
             **switched("feed_forward.switch_mlp"),
+            **{it: f"feed_forward.{it}_proj" for it in ("gate", "up", "down")},
         ),
         spellings={**_LFM2.spellings, "first_k_dense_replace": "num_dense_layers"},
         defaults=llama_fields(

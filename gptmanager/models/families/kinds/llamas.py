@@ -161,24 +161,6 @@ LLAMAS: Mapping[str, Family] = {
         windows=4,
     ),
     "granite": _GRANITE,
-    "granitemoehybrid": replace(
-        _GRANITE,
-        title="Granite 4 (dense)",
-        tensors=llama_names(
-            gate=None, up=None, gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear"
-        ),
-        other_tensors=layer_names(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
-        defaults={
-            **_GRANITE.defaults,
-            "shared_intermediate_size": 1024,
-            "num_local_experts": 8,
-            "position_embedding_type": None,
-        },
-        mlp_bias=False,
-        network=readers.granite4_network,
-        attention=readers.granite4_attention,
-        mlp=lambda fields, _: {"width": fields.size("shared_intermediate_size")},
-    ),
     "glm": _GLM,
     "glm4": replace(
         _GLM,

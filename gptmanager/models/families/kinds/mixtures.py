@@ -36,7 +36,7 @@ from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import Fields
 from gptmanager.models.spec import Experts, Norms
 
-_GRANITE_IN_ONE = {
+GRANITE_IN_ONE = {
     "router": "block_sparse_moe.router",
     "stacked_up": "block_sparse_moe.experts.gate_up_proj",
     "stacked_down": "block_sparse_moe.experts.down_proj",
@@ -86,7 +86,7 @@ _GRANITE_MOE = replace(
     LLAMAS["granite"],
     title="Granite 3 MoE",
     tensors=llama_names(**_GRANITE_BLOCK),
-    other_tensors=layer_names(**BY_EXPERT, **SWITCHED_BLOCK, **_GRANITE_IN_ONE),
+    other_tensors=layer_names(**BY_EXPERT, **SWITCHED_BLOCK, **GRANITE_IN_ONE),
     defaults={
         **LLAMAS["granite"].defaults,
         "num_local_experts": 8,
@@ -262,9 +262,7 @@ MIXTURES: Mapping[str, Family] = {
             shared_gate_up="shared_mlp.input_linear",
             shared_down="shared_mlp.output_linear",
         ),
-        other_tensors=layer_names(
-            **BY_EXPERT, **SWITCHED_BLOCK, **_GRANITE_IN_ONE, **SHARED_HALVES
-        ),
+        other_tensors=layer_names(**BY_EXPERT, **SWITCHED_BLOCK, **GRANITE_IN_ONE, **SHARED_HALVES),
         experts=experts_of(
             "num_local_experts",
             width="intermediate_size",

@@ -1,0 +1,138 @@
+"""`HYBRIDS`: GGUF architectures with short convolutions or Mamba-2, for the table `architectures`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gptmanager.models.gguf.architecture import (
+    EXPERTS,
+    GRANITE,
+    LLAMA,
+    MIXTURE,
+    ROTARY,
+    SHARED,
+    Architecture,
+    Config,
+)
+from gptmanager.models.gguf.further_fields import KV_HEADS, layers_with_keys
+from gptmanager.models.gguf.metadata import Metadata
+
+_HEADS, _INNER, _HIDDEN = "ssm.time_step_rank", "ssm.inner_size", "embedding_length"
+_FIELDS: Mapping[str, str] = {
+    **{key: ROTARY[key] for key in ROTARY if key not in ("rms_norm_eps", "num_key_value_heads")},
+    "norm_eps": ROTARY["rms_norm_eps"],
+    "conv_L_cache": "shortconv.l_cache",
+}
+_FEED_FORWARD = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
+_MODULES: Mapping[str, str] = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    **{module: f"feed_forward.{theirs}" for module, theirs in _FEED_FORWARD.items()},
+}
+
+
+def _granite_fields(
+    metadata: Metadata, prefix: str, names: Collection[str], config: Config
+) -> dict[str, Any]:
+    """Return the kinds of the layers, the sizes of Mamba's heads, and which biases exist."""
+    sizes = {key: metadata.integer(f"{prefix}{key}") or 0 for key in (_HEADS, _INNER, _HIDDEN)}
+    for key, size in sizes.items():
+        if size < 1:
+            raise metadata.error(f"{prefix}{key}", "must be a positive integer")
+    for part in (_HEADS, _HIDDEN):
+        if sizes[_INNER] % sizes[part]:
+            raise metadata.error(f"{prefix}{_INNER}", f"must be a multiple of {prefix}{part}")
+    biases = {
+        "mamba_conv_bias": "ssm_conv1d",
+        "mamba_proj_bias": "ssm_in",
+        "attention_bias": "attn_q",
+    }
+    return {
+        **layers_with_keys(metadata, prefix, "mamba"),
+        "mamba_d_head": sizes[_INNER] // sizes[_HEADS],
+        "mamba_expand": sizes[_INNER] // sizes[_HIDDEN],
+        **{
+            field: any(name.endswith(f".{module}.bias") for name in names)
+            for field, module in biases.items()
+        },
+    }
+
+
+_LFM2 = Architecture(
+    "lfm2",
+    fields=_FIELDS,
+    constants={"block_auto_adjust_ff_dim": False},
+    further=lambda metadata, prefix, *_: layers_with_keys(metadata, prefix, "conv"),
+    modules=_MODULES,
+    outside={
+        "token_embd": "model.embed_tokens",
+        "token_embd_norm": "model.embedding_norm",
+        "output": "lm_head",
+    },
+    ignored=frozenset({KV_HEADS}),
+)
+HYBRIDS: Mapping[str, Architecture] = {
+    "lfm2": _LFM2,
+    "lfm2moe": replace(
+        _LFM2,
+        model_type="lfm2_moe",
+        fields={
+            **_FIELDS,
+            **{key: MIXTURE[key] for key in MIXTURE if key not in ROTARY},
+            "num_dense_layers": "leading_dense_block_count",
+        },
+        constants={},
+        modules={
+            **_MODULES,
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b.bias": "feed_forward.expert_bias",
+        },
+        stacked={
+            f"{module}_exps": f"feed_forward.experts.{{}}.{theirs}"
+            for module, theirs in _FEED_FORWARD.items()
+        },
+        required={"expert_gating_func": 2},
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        fields={
+            **{key: GRANITE[key] for key in GRANITE if key != "num_key_value_heads"},
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "shared_intermediate_size": "expert_shared_feed_forward_length",
+            "mamba_d_conv": "ssm.conv_kernel",
+            "mamba_d_state": "ssm.state_size",
+            "mamba_n_groups": "ssm.group_count",
+            "mamba_n_heads": _HEADS,
+        },
+        further=_granite_fields,
+        permuted=True,
+        modules={
+            **LLAMA,
+            **SHARED,
+            "ffn_down_shexp": "shared_mlp.output_linear",
+            "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ssm_in": "mamba.in_proj",
+            "ssm_conv1d": "mamba.conv1d",
+            "ssm_a": "mamba.A_log",
+            "ssm_dt.bias": "mamba.dt_bias",
+            "ssm_d": "mamba.D",
+            "ssm_norm": "mamba.norm",
+            "ssm_out": "mamba.out_proj",
+        },
+        stacked=EXPERTS,
+        ignored=frozenset({KV_HEADS, _INNER}),
+        required={"rope.scaling.finetuned": False},
+    ),
+}
