@@ -1,4 +1,4 @@
-"""`HYBRIDS`: GGUF architectures with short convolutions or Mamba-2, for the table `architectures`."""
+"""`HYBRIDS`: GGUF architectures with short convolutions or Mamba-2, for `architectures`."""
 
 from __future__ import annotations
 
