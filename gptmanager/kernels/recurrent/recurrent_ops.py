@@ -127,17 +127,20 @@ class RecurrentOps:
         found, each = x * widened(tensors.skip).unsqueeze(-1), shape.heads // shape.groups
         for tokens, slots in self._spans(rows):
             count, memory = (len(slots), -1), state.memory[slots].to(wide)
-            own = [it[tokens].unflatten(0, count) for it in (c, b, values, decays)]
-            scan = scan_tokens if self.deterministic or own[0].shape[1] == 1 else scan_chunks
-            own[:2] = (it.repeat_interleave(each, dim=2) for it in own[:2])
-            read, memory = scan(*own, memory)
+            own_c, own_b, value, decay = (
+                it[tokens].unflatten(0, count) for it in (c, b, values, decays)
+            )
+            scan = scan_tokens if self.deterministic or value.shape[1] == 1 else scan_chunks
+            own_c, own_b = (it.repeat_interleave(each, dim=2) for it in (own_c, own_b))
+            read, memory = scan(own_c, own_b, value, decay, memory)
             state.memory[slots] = memory.to(state.memory)
             found[tokens] += read.flatten(0, 1)
         gated = found.flatten(1) * self.elementwise(F.silu, gates)
         groups = gated.unflatten(-1, (shape.norm_groups, -1))
         mean = self._each(lambda it: it.square().mean(-1, keepdim=True), groups)
         normed = (groups * torch.rsqrt(mean + eps)).flatten(1) * widened(tensors.norm)
-        return normed.to(projected.dtype)
+        result: Tensor = normed.to(projected.dtype)
+        return result
 
     def _spans(self, rows: RowSpans) -> Iterator[tuple[slice | Tensor, Tensor]]:
         """Yield the tokens and the slots of rows that run together.
