@@ -322,11 +322,14 @@ def test_an_interrupt_stops_an_answer_and_not_the_chat(endless):
         assert "Traceback" not in terminal.text and "killed" not in terminal.text
 
 
-def test_an_interrupt_after_an_answer_is_that_of_the_chat():
-    before = signal.getsignal(signal.SIGINT)
-    with on_interrupt(lambda: None):
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
+def test_an_interrupt_stops_an_answer_and_the_second_one_the_chat():
+    """Afterwards an interrupt is that of the chat again."""
+    before, stops = signal.getsignal(signal.SIGINT), []
+    with on_interrupt(lambda: stops.append(1)):
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert stops == [1] and signal.getsignal(signal.SIGINT) is before
 
 
 def test_answers_share_the_width_of_the_terminal():

@@ -2,11 +2,14 @@
 
 import json
 import platform
+from pathlib import Path
 
 import pytest
 
-from gptmanager import cli
+from gptmanager import ModelType, cli
 from gptmanager.bench import environment_main
+from gptmanager.bench.roofline import Ceilings
+from gptmanager.environment.legible_json import legible
 
 
 def test_the_report_has_what_a_bug_report_needs_and_no_secret(capsys, monkeypatch):
@@ -46,3 +49,11 @@ def test_a_machine_without_a_folder_for_kernels_gets_a_report(capsys, monkeypatc
 def test_extras_are_installed_or_lack_packages(monkeypatch, lines, extras):
     monkeypatch.setattr(environment_main.metadata, "requires", lambda name: lines)
     assert environment_main._extras() == extras
+
+
+def test_what_reports_may_hold_is_json():
+    """Also what is of no type of JSON, keys and texts that are not UTF-8, and what holds these."""
+    report = {Path("a"): Ceilings(1.0, 2.0, "\udc80"), "c": (ModelType.V1, {1: None})}
+    fields = {"copy_bytes_per_s": 1.0, "matmul_flops_per_s": 2.0, "dtype": "\\udc80"}
+    assert legible(report) == {"a": fields, "c": ["V1", {1: None}]}
+    assert legible([Path("a")], lambda value: (value.name, 2)) == [["a", 2]]

@@ -48,7 +48,7 @@ from gptmanager.bench.kernels.sampling_cases import refused_share, sampling_case
 from gptmanager.bench.kernels.token_cases import token_cases
 from gptmanager.bench.machine import card, find_gpu
 from gptmanager.bench.roofline import Ceilings
-from gptmanager.bench.table import kernel_table
+from gptmanager.bench.table import _engine_cells, kernel_table
 from gptmanager.bench.timing import Budget, DeviceTimer, Spread
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.errors import ConfigError, GptManagerError
@@ -141,6 +141,14 @@ def test_the_table(report):
     assert all(len(line) < 180 for line in told)
     count = len(report["kernels"])
     assert any(line.startswith(f"{count} cases: {count} ok; ") for line in told)
+
+
+def test_a_first_use_of_seconds_is_told():
+    engine = {"status": "ok", "plan_us": 3.0, "timed_by": "events"}
+    assert "by events; plan 3.0 us; first use 40 s" in _engine_cells(
+        OURS, {**engine, "first_use_s": 40.0}
+    )
+    assert "by events; plan 3.0 us" in _engine_cells(OURS, {**engine, "first_use_s": 0.1})
 
 
 def test_a_fast_wrong_kernel_is_wrong(toolchain):
@@ -662,6 +670,7 @@ def test_tokens_that_limits_refuse():
     assert refused_share(logits, limits, tokens) == 0.5
     limits = SamplingParams(greedy=False, top_p=0.6)  # the first alone has 0.64
     assert refused_share(logits, limits, tokens) == 0.75
+    assert refused_share(logits, replace(limits, temperature=2.0), tokens) == 0.5
     assert refused_share(logits, SamplingParams(), tokens) == 0.75
     assert refused_share(logits, SamplingParams(), tokens - 1) == 0.75
     assert refused_share(logits, SamplingParams(greedy=False), tokens + 9) == 1

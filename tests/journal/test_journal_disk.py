@@ -1,6 +1,7 @@
 """A disk that is full, slow or damaged: what a journal refuses, continues, forces out and finds."""
 
 import errno
+import io
 import logging
 import os
 import shutil
@@ -18,7 +19,7 @@ from shorthand import start as start_manager
 
 from gptmanager.errors import ConfigError, JournalError
 from gptmanager.journal import journal as journal_module
-from gptmanager.journal import segments
+from gptmanager.journal import records, segments
 from gptmanager.journal.journal import SyncThread
 from gptmanager.journal.segments import JournalFolder
 from gptmanager.lifecycle.state import ManagerState
@@ -88,6 +89,19 @@ def test_a_new_journal_that_does_not_fit_is_named_and_unlocked(tmp_path, disk, f
             JournalError, match=f"cannot write .*{tmp_path}/journal.*: No space left"
         ):
             JournaledRun(tmp_path / "journal", [], on_full="refuse")
+
+
+def test_a_record_may_have_the_largest_size(monkeypatch):
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 8)
+    data = records.record(records.Kind.FINAL, b"12345678")
+    assert [it.payload for it in records.RecordReader(io.BytesIO(data), len(data), "")] == [
+        b"12345678"
+    ]
+    with pytest.raises(JournalError, match="a record of 9 bytes is too large"):
+        records.record(records.Kind.FINAL, b"123456789")
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 7)
+    with pytest.raises(JournalError, match="its length is 8: the limit is 7"):
+        list(records.RecordReader(io.BytesIO(data), len(data), ""))
 
 
 def test_the_reserve_has_4_mib_on_the_disk(tmp_path):

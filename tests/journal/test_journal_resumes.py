@@ -1,5 +1,6 @@
 """A manager dies in the middle of requests of all kinds; the next one, or its ranks, go on."""
 
+import logging
 import shutil
 import time
 
@@ -116,11 +117,13 @@ def left(guided, has):
 
 @pytest.mark.parametrize("death", [1, 30, 90])
 @pytest.mark.every(2)
-def test_requests_of_all_kinds_continue_as_if_nothing_was(life, guided, death, tmp_path):
+def test_requests_of_all_kinds_continue_as_if_nothing_was(life, guided, death, tmp_path, caplog):
     whole, has = outputs_of(life.got), life.got[:death]
     assert [error for output in whole.values() for error in output.errors] == []
     host = Host(left(guided, has), had=has)
+    caplog.set_level(logging.INFO, "gptmanager")
     run(host, shutil.copytree(f"{life.folder}-{death}", tmp_path / "journal"))
+    assert "/journal: requests that continue: " in caplog.text
     found = outputs_of(has, host.got)
     for number, output in whole.items():
         assert found[number].errors == [], number

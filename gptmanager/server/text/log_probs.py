@@ -33,7 +33,7 @@ class TokenLogProb(NamedTuple):
 
 
 def output_log_probs(
-    tokens: Sequence[int], tensors: Mapping[str, torch.Tensor], beam: int = 0
+    tokens: Sequence[int], tensors: Mapping[str, torch.Tensor], beam: int
 ) -> list[TokenLogProb]:
     """Return the log probabilities of a beam's new tokens, or [] if `tensors` has none.
 
