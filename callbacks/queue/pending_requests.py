@@ -48,7 +48,7 @@ class PendingRequests:
     def __init__(self, limits: dict[str, int | None] | None = None) -> None:
         self._limits = limits or dict.fromkeys(Size._fields)
         for name, limit in self._limits.items():
-            if limit is not None and not (isinstance(limit, Integral) and limit >= 1):
+            if limit is not None and not (isinstance(limit, Integral) and int(limit) >= 1):
                 raise ValueError(f"{name} = {limit!r} must be an integer of at least 1, or None")
         self._pending: dict[int, _Pending] = {}  # by request id
         # the ids of each priority in the order of arrival; an interrupted method may leave more ids

@@ -195,7 +195,7 @@ class LoopQuestions:
             raise ManagerDeadError(f"the manager runs in process {self._process}, not in this fork")
 
 
-def bounded(timeout: float | None) -> float | None:
+def bounded(timeout: float | str | None) -> float | None:
     """Return `timeout`, limited to what a wait of `threading` accepts; TypeError for a text."""
     if timeout is None:
         return None
