@@ -150,22 +150,32 @@ def test_an_interval_says_which_layers_have_linear_attention() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
-        ("ssm.group_count", 3, "time_step_rank = 4: must be a multiple of qwen35.ssm.group_count"),
-        ("ssm.group_count", 0, "ssm.group_count = 0: must be a positive integer"),
-        ("ssm.inner_size", 2**40 + 1, "must be a multiple of qwen35.ssm.time_step_rank"),
-        ("ssm.state_size", 2**31, "has shape"),
-        ("attention.recurrent_layers", 1, "must be an array of booleans"),
-        ("attention.head_count_kv", 1, "must be an array of 3 numbers"),
-        ("attention.head_count_kv", np.array([0, 1, 2]), "must have the same number for all"),
-        ("shortconv.l_cache", 0, "conv_L_cache = 0: must be a positive integer"),
+        (
+            "qwen35.ssm.group_count",
+            3,
+            "time_step_rank = 4: must be a multiple of qwen35.ssm.group_count",
+        ),
+        ("qwen35.ssm.group_count", 0, "ssm.group_count = 0: must be a positive integer"),
+        ("qwen35.ssm.inner_size", 2**40 + 1, "must be a multiple of qwen35.ssm.time_step_rank"),
+        ("qwen35.ssm.state_size", 2**31, "has shape"),
+        ("qwen35.attention.recurrent_layers", 1, "must be an array of booleans"),
+        ("lfm2.attention.head_count_kv", 1, "must be an array of 3 numbers"),
+        ("lfm2.attention.head_count_kv", np.array([0, 1, 2]), "must have the same number for all"),
+        ("lfm2.shortconv.l_cache", 0, "conv_L_cache = 0: must be a positive integer"),
+        (
+            "granitehybrid.ssm.inner_size",
+            65,
+            "inner_size = 65: must be a multiple of granitehybrid.ssm.time_s",
+        ),
+        ("granitehybrid.ssm.state_size", 9, "the config requires"),
+        ("granitehybrid.rope.scaling.finetuned", True, "finetuned = True: not supported"),
     ],
 )
 def test_sizes_of_recurrent_layers_are_checked(
     key: str, value: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "lfm2" if key.startswith(("shortconv", "attention.head")) else "qwen35"
-    header = read_header(FOLDER / f"{name}.gguf")
-    changed = header._replace(metadata={**header.metadata, f"{name}.{key}": value})
+    header = read_header(FOLDER / f"{key.partition('.')[0]}.gguf")
+    changed = header._replace(metadata={**header.metadata, key: value})
     monkeypatch.setattr("gptmanager.models.gguf.checkpoint.read_model", lambda _: changed)
     with pytest.raises(ConfigError, match=text):
         load_model(header.path)
