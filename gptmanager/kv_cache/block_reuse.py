@@ -30,7 +30,8 @@ class ReuseCounts(NamedTuple):
     (CPU memory), and `onboarded_blocks` counts moves and copies back.
 
     Current numbers: `cached_blocks` blocks of the pool and `cached_host_blocks` blocks of the host
-    tier have cached content. The host tier has `host_blocks` blocks in total.
+    tier have cached content. The host tier has `host_blocks` blocks in total. Blocks have
+    `used_snapshots` of the `snapshots` of recurrent states.
     """
 
     reused_blocks: int = 0
@@ -41,6 +42,8 @@ class ReuseCounts(NamedTuple):
     onboarded_blocks: int = 0
     cached_host_blocks: int = 0
     host_blocks: int = 0
+    used_snapshots: int = 0
+    snapshots: int = 0
 
 
 class ReuseOptions(NamedTuple):
@@ -115,13 +118,16 @@ class BlockReuse:
 
     @property
     def counts(self) -> ReuseCounts:
-        host = self.pool.host
+        host, snapshots = self.pool.host, self.snapshots
         found = self._reused_blocks, self._missed_blocks, self._reused_tokens
+        counts = ReuseCounts(*found, cached_blocks=len(self.tree))
+        if snapshots is not None:
+            used = len(snapshots.used)
+            counts = counts._replace(used_snapshots=used, snapshots=snapshots.num_snapshots)
         if host is None:
-            return ReuseCounts(*found, cached_blocks=len(self.tree))
+            return counts
         on_host = host.num_blocks - len(host.free)
-        return ReuseCounts(
-            *found,
+        return counts._replace(
             cached_blocks=len(self.tree) - on_host,
             offloaded_blocks=host.offloaded,
             onboarded_blocks=host.onboarded,

@@ -58,8 +58,11 @@ def test_each_of_200_requests_is_as_alone(count: int, options: dict[str, Any]) -
     host = run_many(model, lambda own, size: [continued(it, size) for it in own], count, **options)
     if "policy" not in options:
         assert host.total("Paused Requests") > 0  # and their states were computed again, or found
-    reused = json.loads(host.statistics[-1])["gptmanager"]["block_reuse"]["reused_tokens"]
-    assert (reused > count) == ("cache" in options)
+    reuse = json.loads(host.statistics[-1])["gptmanager"]["block_reuse"]
+    assert (reuse["reused_tokens"] > count) == ("cache" in options)
+    snapshots = options.get("cache", {}).get("state_snapshots", 0)
+    assert reuse["used_snapshots"] <= reuse["snapshots"] == snapshots
+    assert (reuse["used_snapshots"] > 0) == (snapshots > 0)
 
 
 def run(model: Any, requests: Any, kind: ModelType = FUSED, **options: Any) -> RecordingCallbacks:
