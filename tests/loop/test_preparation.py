@@ -180,7 +180,7 @@ def test_the_error_that_its_future_holds_ends_the_request():
         assert not host.final(4).error
 
 
-def test_a_prepare_that_raises_or_gives_no_future_ends_its_request():
+def test_a_prepare_that_raises_or_gives_no_future_ends_its_request(caplog):
     class Raises(Slow):
         def prepare(self, device):
             raise ValueError(f"not on {device}")
@@ -196,6 +196,8 @@ def test_a_prepare_that_raises_or_gives_no_future_ends_its_request():
         )
         assert host.final(1).error.endswith("cannot be prepared: ValueError: not on cpu")
         assert "NoFuture cannot be prepared: AttributeError" in host.final(2).error
+    told = "Raises of request 1 cannot be prepared\nTraceback "
+    assert told in caplog.text and "\nValueError: not on cpu" in caplog.text
 
 
 def test_what_gets_ready_for_a_request_that_has_ended_is_ignored():
