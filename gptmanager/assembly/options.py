@@ -42,18 +42,23 @@ _CHOICES = {
 }
 
 
-def checked_scheduler_config(config: SchedulerConfig) -> SchedulerConfig:
+def checked_scheduler_config(config: Any) -> SchedulerConfig:
     """Return a private copy of `config`.
 
     Raise ConfigError, which names the first invalid field.
     """
-    config = checked_fields(config, SchedulerConfig, "scheduler_config")
-    require_member(config, "capacity_scheduler_policy", CapacitySchedulerPolicy)
-    if config.context_chunking_policy is not None:
-        require_member(config, "context_chunking_policy", ContextChunkingPolicy)
-    if config.create_scheduler is not None:
-        ordinary("SchedulerConfig.create_scheduler", config.create_scheduler)
-    return config
+    if isinstance(config, CapacitySchedulerPolicy):  # an argument of the C++ GptManager
+        raise ConfigError(
+            f"scheduler_config = {config!r}: pass SchedulerConfig(CapacitySchedulerPolicy."
+            f"{config.name})"
+        )
+    checked: SchedulerConfig = checked_fields(config, SchedulerConfig, "scheduler_config")
+    require_member(checked, "capacity_scheduler_policy", CapacitySchedulerPolicy)
+    if checked.context_chunking_policy is not None:
+        require_member(checked, "context_chunking_policy", ContextChunkingPolicy)
+    if checked.create_scheduler is not None:
+        ordinary("SchedulerConfig.create_scheduler", checked.create_scheduler)
+    return checked
 
 
 def checked_optional_params(params: OptionalParams) -> OptionalParams:

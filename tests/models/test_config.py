@@ -185,6 +185,8 @@ def test_equal_values_of_other_types_are_taken():
 
 
 def test_a_scheduler_config_is_checked():
+    with pytest.raises(ConfigError, match=r"pass SchedulerConfig\(CapacitySchedulerPolicy\.STATIC"):
+        checked_scheduler_config(CapacitySchedulerPolicy.STATIC_BATCH)
     with pytest.raises(ConfigError, match="capacity_scheduler_policy must be a Cap"):
         checked_scheduler_config(SchedulerConfig(1))
     with pytest.raises(ConfigError, match="create_scheduler = 3 is not callable"):
