@@ -11,18 +11,24 @@ class Run(NamedTuple):
     """A run of rows that is copied from a tensor to a parameter.
 
     `source` has the tensor's rows, possibly every n-th row. They fill the parameter's rows from
-    `row` on.
+    `row` on. If `stored_transposed`, the memory of these rows of the parameter, `[n, m]`, holds the
+    transpose `[m, n]`. Such a run is kept whole.
     """
 
     source: range
     row: int
+    stored_transposed: bool = False
 
 
 class Part(NamedTuple):
-    """Rows of a tensor that are kept as consecutive rows of the storage, from `row` on."""
+    """Rows of a tensor that are kept as consecutive rows of the storage, from `row` on.
+
+    `stored_transposed`: see `Run`.
+    """
 
     rows: range
     row: int
+    stored_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ def runs(place: Place, shape: Sequence[int]) -> Sequence[Run]:
 
 def expected_shapes(place: Place, shape: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the shapes that a checkpoint's tensor may have for a parameter of `shape`."""
-    num_rows = sum(len(source) for source, _ in runs(place, shape))
+    num_rows = sum(len(it.source) for it in runs(place, shape))
     whole_shape = (num_rows, *shape[1:])
     if place.scale:
         return [whole_shape, (1,), ()]
@@ -114,10 +120,10 @@ def kept_parts(place: Place, cut: Cut, shape: tuple[int, ...]) -> list[Part]:
     """Return the parts of a tensor that are kept of a parameter with this shape."""
     found, row = [], 0
     for kept in cut.rows:
-        for source, first in runs(place, shape):
+        for source, first, stored_transposed in runs(place, shape):
             rows = range(max(first, kept.start), min(first + len(source), kept.stop))
             if rows:
                 own = source[rows.start - first : rows.stop - first]
-                found.append(Part(own, row + rows.start - kept.start))
+                found.append(Part(own, row + rows.start - kept.start, stored_transposed))
         row += len(kept)
     return found

@@ -87,7 +87,7 @@ class TensorCopies:
             self._copy_scales(given, name, part)
             yield num_bytes
             return
-        if place.stacked or part.rows.step != 1:
+        if place.stacked or part.rows.step != 1 or part.stored_transposed:
             yield self._copy_picked(given, place, part, max_bytes)
             return
         # rows are read whole to be quantized: a scale depends on a whole row, or a whole group
@@ -120,7 +120,7 @@ class TensorCopies:
             yield num_bytes * done // num_first
 
     def _copy_picked(self, given: str, place: Place, part: Part, max_bytes: int) -> int:
-        """Copy rows of one expert's matrix, or rows with a step; return the number of bytes."""
+        """Copy rows of an expert's matrix, with a step, or to transpose; return the bytes."""
         rows, columns = part.rows, self._cuts[place.parameter].columns
         itemsize = self._storage[place.parameter].dtype.itemsize
         every = range(rows.start, rows[-1] + 1)
@@ -134,12 +134,11 @@ class TensorCopies:
                 own = own if rows.step == 1 else own.rows(slice(skipped, None, rows.step))
                 self._copy(place, own, row, 0, columns)
             return len(rows) * self._shapes[place.parameter][1] * itemsize
-        size = sum(len(own) for own, _ in runs(place, self._shapes[place.parameter]))
-        size //= max(1, place.stacked)
+        shape = self._shapes[place.parameter]
+        size = sum(len(own.source) for own in runs(place, shape)) // max(1, place.stacked)
         number = rows.start // size
         stack, offset = [range(number, number + 1)] if place.stacked else [], number * size
-        widths = self._shapes[place.parameter][1:]
-        region = [range(rows.start - offset, rows[-1] + 1 - offset), *map(range, widths)]
+        region = [range(rows.start - offset, rows[-1] + 1 - offset), *map(range, shape[1:])]
         region = region[::-1] if place.transposed else region
         pieces = self._source.pieces(given, max_bytes, [*stack, *region])
         piece = torch.cat([own.clone() for _, own in pieces])
@@ -147,6 +146,7 @@ class TensorCopies:
         piece = (piece.t() if place.transposed else piece)[:: rows.step]
         if columns is not None and place.parameter not in self._quantized:
             piece, columns = piece[:, columns.start : columns.stop], None
+        piece = piece.t().reshape(piece.shape) if part.stored_transposed else piece
         self._copy(place, piece, part.row, 0, columns)
         return piece.numel() * itemsize
 

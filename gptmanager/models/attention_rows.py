@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
 from gptmanager.memory.places import Place, Run
@@ -58,33 +58,47 @@ def delta_runs(own: DeltaShape, of_inputs: bool) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def latent_heads(
-    own: Attention, theirs: str, of_keys: bool, parameter: str
-) -> Iterator[tuple[str, Place]]:
-    """Yield (tensor name, place) of each head's matrix from the latent to its keys or its values.
+LATENT_UP = ("keys_and_values", "keys_by_head", "values_by_head", "stacked_keys", "stacked_values")
 
-    Matrices of keys are stored as [in, out], and matrices of values as [out, in].
+
+def latent_up(
+    own: Attention, theirs: str, part: str, parameter: str
+) -> Iterator[tuple[str, Place]]:
+    """Yield (tensor name, place) of the matrices from a token's latent to keys and values.
+
+    The parameter has the rows for keys `[K, rank]` of all heads, followed by the rows for values
+    of all heads, which are stored as `[rank, V]`. So attention multiplies by both without a copy. A
+    checkpoint has one matrix in which each head has its rows for keys, then for values; or a tensor
+    for each head or for all heads, in which matrices for keys are transposed.
+    `part`: one of `LATENT_UP`.
     """
     assert own.latent is not None
-    rows, after = own.latent.key_dim, own.latent.value_dim
-    for head in range(own.num_heads):
-        first = head * (rows + after)
-        place = Place(parameter, first, rows, transposed=True)
-        if not of_keys:
-            place = Place(parameter, first + rows, after)
-        yield numbered(theirs, head), place
+    heads, num_keys, num_values = own.num_heads, own.latent.key_dim, own.latent.value_dim
+    keys = [Run(range(num_keys), head * num_keys) for head in range(heads)]
+    first = heads * num_keys
+    values = [Run(range(num_values), first + head * num_values, True) for head in range(heads)]
+    if part == "keys_and_values":
+        both = [run for head in zip(keys, values, strict=True) for run in head]
+        yield theirs, Place(parameter, runs=_joined(both))
+    elif part == "stacked_keys":
+        yield theirs, Place(parameter, 0, first, stacked=heads, transposed=True)
+    elif part == "stacked_values":
+        yield theirs, Place(parameter, runs=_joined(values), stacked=heads)
+    for head in range(heads):
+        if part == "keys_by_head":
+            yield numbered(theirs, head), Place(parameter, runs=(keys[head],), transposed=True)
+        elif part == "values_by_head":
+            yield numbered(theirs, head), Place(parameter, runs=(values[head],))
 
 
-def stacked_heads(own: Attention, of_keys: bool, parameter: str) -> Place:
-    """Return the place of one tensor that has the matrices of all heads; see `latent_heads`."""
-    assert own.latent is not None
-    rows, after = own.latent.key_dim, own.latent.value_dim
-    first, size = (0, rows) if of_keys else (rows, after)
-    runs = tuple(
-        Run(range(head * size, head * size + size), head * (rows + after) + first)
-        for head in range(own.num_heads)
-    )
-    return Place(parameter, runs=runs, stacked=own.num_heads, transposed=of_keys)
+def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Return runs of tensors of their own as runs of one tensor that has one after another."""
+    found, start = [], 0
+    for run in runs:
+        stop = start + len(run.source)
+        found.append(run._replace(source=range(start, stop)))
+        start = stop
+    return tuple(found)
 
 
 def numbered(theirs: str, number: int) -> str:

@@ -39,7 +39,7 @@ SPLITS = {
     "sinks": Split(rows=("heads",)),
     "cache_scales": Split(rows=("kv_heads", "kv_heads")),
     "query": Split(rows=("latent_queries",)),
-    "latent_up": Split(rows=("latent_heads",)),
+    "latent_up": Split(rows=("latent_keys", "latent_values")),
     "out": Split(columns="mixed"),
     "up": Split(rows=("gates", "width")),
     "down": Split(columns="width"),
@@ -93,7 +93,8 @@ class Shares:
         if (latent := own.latent) is not None:
             for kind, rows in (
                 ("latent_queries", latent.key_dim + dim - latent.rank),
-                ("latent_heads", latent.key_dim + latent.value_dim),
+                ("latent_keys", latent.key_dim),
+                ("latent_values", latent.value_dim),
             ):
                 self._by_kind[kind] = (own.num_heads * rows, _times(queries, rows))
         if experts is not None:

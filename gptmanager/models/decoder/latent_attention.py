@@ -27,8 +27,8 @@ class LatentTensors(NamedTuple):
     `query_latent` and `query_norm` are None if queries have no latent. `rope_dim` is the number of
     rotated elements of a key.
 
-    `key_up` `[H, key_dim, rank]` and `value_up` `[H, value_dim, rank]` project latents to the keys
-    and values of each head.
+    `key_up` `[H, key_dim, rank]` projects queries to the space of latents, and `value_up`
+    `[H, rank, value_dim]` the results of attention to values, head by head.
     """
 
     latent: Latent
@@ -48,9 +48,9 @@ def latent_tensors(spec: ModelSpec, weights: Weights, index: int) -> LatentTenso
     latent = own.latent
     if latent is None:
         return None
-    has_query, dims = latent.query_rank > 0, (latent.key_dim, latent.value_dim)
-    up = weights.tensor(f"{prefix}.latent_up.weight").view(own.num_heads, sum(dims), latent.rank)
-    key_up, value_up = up[:, : latent.key_dim], up[:, latent.key_dim :]
+    has_query, heads = latent.query_rank > 0, own.num_heads
+    up = weights.tensor(f"{prefix}.latent_up.weight")
+    keys, values = torch.split(up, [heads * latent.key_dim, heads * latent.value_dim])
     return LatentTensors(
         latent,
         own.head_dim - latent.rank,
@@ -59,8 +59,8 @@ def latent_tensors(spec: ModelSpec, weights: Weights, index: int) -> LatentTenso
         affine(weights, f"{prefix}.query"),
         affine(weights, f"{prefix}.kv_latent"),
         weights.tensor(f"{prefix}.kv_latent_norm.weight"),
-        key_up,
-        value_up,
+        keys.view(heads, latent.key_dim, latent.rank),
+        values.view(heads, latent.rank, latent.value_dim),
     )
 
 
@@ -95,7 +95,7 @@ def attend_to_latents(
     queries = kernels.rope_and_write(both, *given)
     mixed = kernels.attention(queries, pages, rows, layer.attention)
     mixed = mixed.to(hidden.dtype).view(len(mixed), num_heads, -1)[..., rope_dim:]
-    return _by_head(kernels, mixed, own.value_up.mT).flatten(1)
+    return _by_head(kernels, mixed, own.value_up).flatten(1)
 
 
 def _by_head(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "direct_query": ("query", "direct_query"),
     "kv_latent": ("kv_latent", "kv_latent"),
     "kv_latent_norm": ("kv_latent_norm", None),
-    "latent_up": ("latent_up", None),
+    "latent_up": ("latent_up", "keys_and_values"),
     "latent_keys": ("latent_up", "keys_by_head"),
     "latent_values": ("latent_up", "values_by_head"),
     "stacked_keys": ("latent_up", "stacked_keys"),

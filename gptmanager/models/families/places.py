@@ -9,12 +9,12 @@ from itertools import product
 
 from gptmanager.memory.places import Place, Run
 from gptmanager.models.attention_rows import (
+    LATENT_UP,
     delta_runs,
     fused_by_head,
     gated_runs,
-    latent_heads,
+    latent_up,
     numbered,
-    stacked_heads,
 )
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.names import Tensors
@@ -128,7 +128,7 @@ def row_orders(spec: ModelSpec, index: int) -> dict[str, Order]:
 def _order(runs: Sequence[Run]) -> Order:
     return tuple(
         (source.start, source.stop, source.step)
-        for source, _ in sorted(runs, key=lambda run: run.row)
+        for source, *_ in sorted(runs, key=lambda run: run.row)
     )
 
 
@@ -163,10 +163,8 @@ def _in_layer(
                 yield theirs, Place(parameter, runs=runs)
     elif part == "in_order":
         yield theirs, Place(parameter, runs=_fused_in_order(spec, layer.attention))
-    elif part in ("keys_by_head", "values_by_head"):
-        yield from latent_heads(layer.attention, theirs, part == "keys_by_head", parameter)
-    elif part in ("stacked_keys", "stacked_values"):
-        yield theirs, stacked_heads(layer.attention, part == "stacked_keys", parameter)
+    elif part in LATENT_UP:
+        yield from latent_up(layer.attention, theirs, part, parameter)
     elif part == "by_head":
         yield theirs, Place(parameter, runs=fused_by_head(layer.attention), transposed=transposed)
     elif ours := _recurrent_place(layer.attention, part, parameter, is_matrix):
@@ -272,7 +270,7 @@ def _fused_in_order(spec: ModelSpec, own: Attention) -> tuple[Run, ...]:
     queries, keys = (_head_runs(own, rope, 0, count) for count in (heads, kv_heads))
     first = heads * own.head_dim
     moved = [
-        Run(range(it.start + first, it.stop + first, it.step), row + first) for it, row in keys
+        Run(range(it.start + first, it.stop + first, it.step), row + first) for it, row, _ in keys
     ]
     return (*queries, *moved, Run(range(values, end), values))
 
