@@ -37,6 +37,7 @@ from gptmanager.models.batch import Batch
 from gptmanager.models.hf.linears import PackedLinear
 from gptmanager.models.hf.loading import load_with_transformers
 from gptmanager.models.hf.network import TransformersModel
+from gptmanager.models.hf.sizes import uses_transformers
 
 
 @pytest.mark.every(18)
@@ -258,6 +259,27 @@ def test_a_config_that_its_tensors_contradict_sizes_nothing(
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         generate(str(tmp_path), prompts(5), 4, optional_params=options())
+
+
+def test_only_the_text_model_of_a_wrapper_is_loaded(tmp_path: Path) -> None:
+    """Of Gemma 3n, for example: the whole model needs further libraries."""
+    network = new_network("gemma3n_text")
+    network.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    wrapped = {name.replace("model.", "model.language_model.", 1): it for name, it in state.items()}
+    wrapped["model.vision_tower.weight"] = torch.ones(2)
+    save_file(wrapped, tmp_path / "model.safetensors", {"format": "pt"})
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3n", "text_config": text})
+    )
+    assert uses_transformers(tmp_path, "auto")
+    model = load_with_transformers(tmp_path, CpuKernels(), dtype="float32", max_seq_len=80)
+    (prompt,) = prompts(30)
+    with torch.inference_mode():
+        exact = network(input_ids=torch.tensor([prompt]), use_cache=False).logits[0]
+    (logits,) = in_pieces(model, [prompt])
+    assert (logits - exact).abs().max() < 1e-5 * exact.std()
 
 
 def test_missing_tensors_are_named(folder: Path, tmp_path: Path) -> None:

@@ -21,6 +21,11 @@ from gptmanager.models.hf.network import TransformersModel
 from gptmanager.models.read_spec import read_dtype
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+# Prefixes of the tensors of a text model in a multimodal checkpoint -> those of the model alone
+_OF_TEXT_MODEL = {
+    r"^(model\.language_model|language_model\.model)\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
 Prepare = Callable[[torch.dtype, Collection[Quantized]], object]
 
 
@@ -38,7 +43,8 @@ def load_with_transformers(
 ) -> TransformersModel:
     """Load a folder of safetensors files of a model architecture that transformers has.
 
-    The network is loaded on the CPU, and then moved to `device`. `kernels` must be for this device.
+    Of a multimodal model, only its text model is loaded, if transformers has it as a model of its
+    own. The network is loaded on the CPU, and then moved to `device`. `kernels` must be for this device.
     `prepare` is called before the weights are loaded, with the dtype of the network and the
     quantizations of its matrices. Raise ConfigError for any other folder, and for an architecture
     that attention over pages cannot compute. Code of the folder is never run.
@@ -48,9 +54,12 @@ def load_with_transformers(
     own_dtype = read_dtype(read_config(folder), dtype)
     if prepare is not None:
         prepare(own_dtype, {it for it in (weights_dtype, _head(weights_dtype, head_dtype)) if it})
-    options = {"trust_remote_code": False, "local_files_only": True}
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         config = library.AutoConfig.from_pretrained(folder, **options)
+        text = config.get_text_config()
+        if text is not config and type(text) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+            config, options = text, {**options, "config": text, "key_mapping": _OF_TEXT_MODEL}
         if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ConfigError(
                 f"config.json: model_type = {quoted(config.model_type)}: transformers has no model "
