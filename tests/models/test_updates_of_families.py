@@ -31,6 +31,7 @@ _ENCODER = {
 }
 # transformers does not have them, saves other names than it reads, or builds large parts
 _LEFT_OUT = {"internvl_chat", "kimi_vl", "kimi_k25", "exaone4_5", "qwen2_5_omni", "qwen3_omni_moe"}
+_LEFT_OUT |= {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
 
 
 def parameters(weights: Weights) -> list[Tensor]:

@@ -44,8 +44,8 @@ def load_with_transformers(
     """Load a folder of safetensors files of a model architecture that transformers has.
 
     Of a multimodal model, only its text model is loaded, if transformers has it as a model of its
-    own. The network is loaded on the CPU, and then moved to `device`. `kernels` must be for this device.
-    `prepare` is called before the weights are loaded, with the dtype of the network and the
+    own. The network is loaded on the CPU, and then moved to `device`. `kernels` must be for this
+    device. `prepare` is called before the weights are loaded, with the dtype of the network and the
     quantizations of its matrices. Raise ConfigError for any other folder, and for an architecture
     that attention over pages cannot compute. Code of the folder is never run.
     """
@@ -60,11 +60,7 @@ def load_with_transformers(
         text = config.get_text_config()
         if text is not config and type(text) in library.MODEL_FOR_CAUSAL_LM_MAPPING:
             config, options = text, {**options, "config": text, "key_mapping": _OF_TEXT_MODEL}
-        if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ConfigError(
-                f"config.json: model_type = {quoted(config.model_type)}: transformers has no model "
-                "of this architecture that continues text"
-            )
+        _check_type(library, config)
         _check_sizes(library, folder, config)
         network, found = library.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -98,6 +94,14 @@ def load_with_transformers(
 def _head(weights_dtype: Quantized | None, head_dtype: Quantized | None) -> Quantized | None:
     """Return the quantization of the output matrix, or None."""
     return (head_dtype or "int8") if weights_dtype == "int4" else weights_dtype
+
+
+def _check_type(library: Any, config: Any) -> None:
+    if type(config) not in library.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"config.json: model_type = {quoted(config.model_type)}: transformers has no model of "
+            "this architecture that continues text"
+        )
 
 
 def _check_sizes(library: Any, folder: Path, config: Any) -> None:
