@@ -226,7 +226,7 @@ def test_200_requests_over_few_slots_have_the_tokens_of_transformers() -> None:
             assert len(own) == count and is_greedy(family_model(name), prompt, own)
         return found
 
-    for cache in ({}, {"enable_block_reuse": True, "max_tokens": 240}):
+    for cache in ({}, {"enable_block_reuse": True, "max_tokens": 80}):
         host = run_many(family_folder(name), continued, dtype="float32", cache=cache)
         assert host.total("Paused Requests") > 0
 
