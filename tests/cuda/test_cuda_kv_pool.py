@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from gptmanager.cuda.attention import block_copy
 from gptmanager.kv_cache.block import BlockCopy
+from gptmanager.memory import cuda_kv_pool
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import KvPool, PageShape
 
@@ -19,7 +21,14 @@ def pages(pool):
 
 @pytest.mark.parametrize("head_dim", [16, 6])  # 6: no whole vectors, so torch copies
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_copies_are_those_of_the_cpu(machine, head_dim, dtype):
+def test_copies_are_those_of_the_cpu(machine, head_dim, dtype, monkeypatch):
+    launched = []
+
+    def copy_blocks(*given):
+        launched.append(given)
+        block_copy.copy_blocks(*given)
+
+    monkeypatch.setattr(cuda_kv_pool, "copy_blocks", copy_blocks)
     device = machine.tensor(torch.zeros(1)).device
     options = {"num_host_blocks": 4, "dtype": dtype}
     once = PageShape(1, 4 * head_dim, has_values=False)
@@ -45,3 +54,4 @@ def test_copies_are_those_of_the_cpu(machine, head_dim, dtype):
         if device.type == "cuda":
             torch.cuda.synchronize()
         assert all(map(torch.equal, pages(own), pages(other)))
+    assert bool(launched) == (head_dim == 16)

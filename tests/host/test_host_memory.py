@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
+import tempfile
 from math import prod
 
 import pytest
 import torch
 
 from gptmanager.memory.host_memory import HostMemory
+from gptmanager.memory.released_memory import ReleasedMemory
 
 CUDA = torch.device("cuda")
 
@@ -84,3 +87,23 @@ def test_what_the_end_of_the_registration_says(caplog):
     del memory
     gc.collect()
     assert "stays registered with CUDA: CUDA error: context is destroyed" in caplog.text
+
+
+def test_released_tensors_come_back_from_a_file_that_is_read_in_parts(tmp_path, monkeypatch):
+    """The system reads and writes at most 2 GiB at a time."""
+
+    class InParts(io.FileIO):
+        def write(self, data):
+            return super().write(memoryview(data)[:1000])
+
+        def readinto(self, buffer):
+            return super().readinto(memoryview(buffer)[:1000])
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: InParts(tmp_path / "file", "w+"))
+    tensors = torch.arange(20_000.0).split(5000)
+    memory = ReleasedMemory(tensors, tensors[1:3])
+    memory.release()
+    for tensor in tensors:
+        tensor.zero_()
+    memory.restore()
+    assert torch.equal(torch.cat(tensors[1:3]), torch.arange(5000.0, 15_000.0))

@@ -83,6 +83,12 @@ def test_kimi_k2_is_read_as_deepseek_v3() -> None:
     assert read_spec({**config, "model_type": "kimi_k2"}) == read_spec(config)
 
 
+def test_greedy_choices_of_experts_have_no_groups() -> None:
+    config = {**FAMILY_CONFIGS["deepseek_v2"], "model_type": "deepseek_v2", "topk_method": "greedy"}
+    assert config["n_group"] > 1
+    assert read_spec(config) == read_spec({**config, "n_group": 1, "topk_group": 1})
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])
 def test_dual_chunk_attention_is_normal_attention_in_the_first_chunk(name: str) -> None:
     config = {**FAMILY_CONFIGS[name], "model_type": name}

@@ -192,6 +192,9 @@ def test_fields_that_a_text_config_leaves_out_have_the_defaults_of_transformers(
         full, text = full | windows, text | windows
     given = {"model_type": wrapper, "text_config": text}
     assert read_spec(given) == read_spec({**given, "text_config": full})
+    if f"{wrapper}_text" in TEXT_DEFAULTS:
+        named = {**text, "model_type": TEXT_FAMILIES[wrapper]}
+        assert read_spec({**given, "text_config": named}) == read_spec(given)
     if wrapper.endswith("_vl"):  # older configs have no `text_config`
         assert read_spec({**text, "model_type": wrapper}) == read_spec(given)
 
@@ -344,7 +347,7 @@ def test_layers_that_predict_further_tokens_are_not_read() -> None:
     further["model.layers.4.mtp.weight"] = ONE
     load_model(({**config, "num_nextn_predict_layers": 2**40}, {**state, **further}))
     further["model.layers.5.mtp.weight"] = ONE
-    with pytest.raises(ConfigError, match="layers.5.mtp"):
+    with pytest.raises(ConfigError, match="unknown: model.layers.5.mtp"):
         load_model(({**config, "num_nextn_predict_layers": 1}, {**state, **further}))
     state = load_file(family_folder("mimo") / "model.safetensors")
     config = family_config("mimo") | {"num_nextn_predict_layers": 1, "use_mrope": False}

@@ -412,6 +412,11 @@ def test_options_are_checked(options: dict[str, object], text: str) -> None:
         MicroBatchScheduler(**{"max_batch_size": 1, **options})  # type: ignore[arg-type]
 
 
+def test_a_unit_of_no_tokens_is_refused_by_a_call_too() -> None:
+    with pytest.raises(ConfigError, match="chunk_unit = 0 "):
+        MicroBatchScheduler(1).set_chunk_sizes([context(0, 5)], FCFS, 8, 0, None)
+
+
 # Against a model --------------------------------------------------------------------------------
 
 

@@ -210,7 +210,7 @@ AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_t
     ("format_", "options"),
     [
         ("GPTQ", {"packing_format": "auto_round:auto_gptq", "sym": True}),
-        ("GPTQ", {"packing_format": "auto_round:gptqmodel", "sym": True}),
+        ("GPTQ", {"packing_format": "auto_round:gptqmodel", "sym": True, "act_bits": 32}),
         ("AWQ", {"packing_format": "auto_round:auto_awq", "sym": False}),
     ],
 )
