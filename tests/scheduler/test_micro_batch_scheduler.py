@@ -479,7 +479,7 @@ class Model:
                 if self.options.policy is None:
                     drafts = request.num_draft_tokens
                     credit = request.estimated_reusable_tokens
-                    cost = max(1, request.prompt_len + drafts - credit)
+                    cost = max(1, self.left(request) + drafts - credit)
                     if not self.within(cost, self.options.max_context_length):
                         raise SchedulerError
             elif request.state in (GENERATION, State.GENERATION_TO_COMPLETE):
