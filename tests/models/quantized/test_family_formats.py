@@ -273,7 +273,7 @@ def test_the_page_has_the_formats_of_every_family() -> None:
         " | ".join(
             [
                 f"`{name}`",
-                ", ".join(f"`{it}`" for it in of_family[name]) or "no",
+                ", ".join(f"`{it}`" for it in dict.fromkeys(of_family[name])) or "no",
                 *packed,
                 "no" if name in WITHOUT_MLX else "yes",
             ]
