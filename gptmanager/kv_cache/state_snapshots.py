@@ -143,11 +143,14 @@ class StateSnapshots:
         numbers = [*self.free, *self.used.values()]
         if sorted(numbers) != list(range(self.num_snapshots)):
             return f"{self.num_snapshots} snapshots are not each free, or of one block: {numbers}"
-        latest = {
-            plan.latest
-            for request_id, plan in self.plans.items()
-            if request_id in storing and plan.latest in storing[request_id].tables[0]
-        }
+        latest: set[int] = set()
+        for request_id, plan in self.plans.items():
+            block, sequence = plan.latest, storing.get(request_id)
+            if block not in self.used or block in self._tree:
+                continue
+            if sequence is None or block not in sequence.tables[0] or block in latest:
+                return f"the snapshot of block {block} is not only of request {request_id}"
+            latest.add(block)
         size = self._tree.tokens_per_block
         for block, snapshot in self.used.items():
             if block in self._tree:

@@ -16,6 +16,7 @@ from fuzz import FUZZ
 from gptmanager.errors import CapacityError, ConfigError
 from gptmanager.kv_cache import NO_SNAPSHOT, KvCacheManager, LedgerError
 from gptmanager.kv_cache.state import kv_cache_state, restore_kv_cache
+from gptmanager.kv_cache.state_snapshots import SnapshotPlan
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 
 SIZE = 4
@@ -276,6 +277,11 @@ def spoil_block(snapshots: Any) -> None:
     snapshots.used[39] = snapshots.used.popitem()[1]
 
 
+def spoil_plan(snapshots: Any) -> None:
+    spoil_block(snapshots)
+    snapshots.plans[7] = SnapshotPlan(NO_SNAPSHOT, (), 39)
+
+
 @pytest.mark.parametrize(
     ("spoil", "text"),
     [
@@ -283,6 +289,7 @@ def spoil_block(snapshots: Any) -> None:
         (spoil_lost, "are not each free, or of one block"),
         (spoil_shared, "are not each free, or of one block"),
         (spoil_block, "is of block 39, which is not cached"),
+        (spoil_plan, "of block 39 is not only of request 7"),
     ],
 )
 def test_an_audit_finds_a_wrong_snapshot(spoil: Any, text: str) -> None:
