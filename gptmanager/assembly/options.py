@@ -282,6 +282,7 @@ def _check_lock_step(params: OptionalParams, scheduler_config: SchedulerConfig) 
             params.parallel_config is not None and params.parallel_config.pipeline_parallel_size > 1
         ),
         "KvCacheConfig.enable_block_reuse = True": params.kv_cache_config.enable_block_reuse,
+        "KvCacheConfig.state_snapshots": params.kv_cache_config.state_snapshots,
         "KvCacheConfig.max_attention_window": params.kv_cache_config.max_attention_window,
         "OptionalParams.attention_provider": is_foreign(params.attention_provider),
     }

@@ -244,6 +244,12 @@ def test_wrong_numbers_of_snapshots_are_refused(model: Any, cache: Any, text: st
         run(model, [], max_batch_size=2, kv_cache_config=KvCacheConfig(**cache))
 
 
+def test_snapshots_are_refused_with_v1() -> None:
+    cache = KvCacheConfig(enable_block_reuse=None, state_snapshots=3)
+    with pytest.raises(ConfigError, match=r"state_snapshots is refused with ModelType.V1"):
+        run(Digesting(), [], ModelType.V1, max_batch_size=2, kv_cache_config=cache)
+
+
 def test_a_failed_step_leaves_no_snapshot() -> None:
     """The step that fails has changed the states already, and a snapshot was due after it."""
     model = Digesting()
