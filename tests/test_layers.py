@@ -342,6 +342,7 @@ models/                       decoder networks, and the table of families
         attention_inputs      normed heads, queries with a temperature, fewer pages
         latent_attention      attention to the latents of DeepSeek V2
         recurrent_layer       the tensors of a recurrent layer
+        activations           activations of dense MLPs
         expert_mixture        outputs of experts, with those of a shared MLP
         token_inputs          further inputs of layers for each token
         split_norms           norms over all heads, where ranks have some each

@@ -213,6 +213,7 @@ def _mlp(spec: ModelSpec, own: Mlp) -> dict[str, Shape]:
     up = 2 if own.gated else 1
     if experts is None:
         found = _affine("up", (up * own.width, hidden), spec.mlp_bias)
+        found |= {"xielu": (2,)} if own.xielu else {}
         return found | _affine("down", (hidden, own.width), spec.mlp_bias)
     count, shared = experts.count, experts.shared_width
     found = _affine("router", (count, hidden), experts.router_bias)

@@ -155,12 +155,14 @@ def _check_counts(layers: Sequence[Layer]) -> None:
 
 def _read_mlp(fields: Fields, family: Family) -> Mlp:
     given = fields.get("hidden_act")
-    if given not in [*_ACTIVATIONS]:
+    has_xielu = family.xielu and given == "xielu"
+    if not has_xielu and given not in [*_ACTIVATIONS]:
         raise fields.error("hidden_act", f"must be one of {[*_ACTIVATIONS]}")
     is_optional = family.defaults.get("intermediate_size", 0) is None
     default = 4 * fields.size("hidden_size") if is_optional else None
     width = fields.size("intermediate_size", default)
-    return Mlp(width, family.activation or _ACTIVATIONS[given], family.gated)
+    activation = family.activation or ("silu" if has_xielu else _ACTIVATIONS[given])
+    return Mlp(width, activation, family.gated, xielu=has_xielu)
 
 
 def _read_norms(fields: Fields, family: Family) -> Norms:

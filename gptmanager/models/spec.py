@@ -194,12 +194,14 @@ class Mlp:
     """The MLP of a layer: `activation(gate) * up` if `gated`, else `activation(up)`, then down.
 
     `width`: the number of hidden activations of the MLP, or of one expert if there are `experts`.
+    `xielu`: the MLP has xIELU with learned numbers instead of `activation`.
     """
 
     width: int
     activation: Activation = "silu"
     gated: bool = True
     experts: Experts | None = None
+    xielu: bool = False
 
 
 @dataclass(frozen=True, slots=True)

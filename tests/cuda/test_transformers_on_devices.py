@@ -14,7 +14,7 @@ import pytest
 import torch
 from attention_libraries import HostAttention
 from devices import check_same, finals, prompt, there_is
-from hf_models import ARCHITECTURES, REFUSED, new_network
+from hf_models import ARCHITECTURES, NOT_NATIVE, REFUSED, new_network
 from mixed_schedules import mixed
 from separate_device import DEVICE, SeparateDevice, move_modules
 from torch.utils._python_dispatch import _disable_current_modes
@@ -103,7 +103,7 @@ def test_logits_are_those_of_the_cpu_and_of_transformers(device, streams, name):
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("name", ["apertus", "vaultgemma"])
+@pytest.mark.parametrize("name", [NOT_NATIVE, "vaultgemma"])
 def test_six_requests_in_flight_give_the_tokens_of_generate(device, name):
     """In chunks, with pauses, and blocks that later requests reuse."""
     network, folder = saved(name)
@@ -127,11 +127,11 @@ def test_six_requests_in_flight_give_the_tokens_of_generate(device, name):
 
 
 def test_requests_of_all_kinds(device):
-    check_same(device, mixed, source=saved("apertus")[1], run_ahead=1, **THROUGH)
+    check_same(device, mixed, source=saved(NOT_NATIVE)[1], run_ahead=1, **THROUGH)
 
 
 def test_beams_and_drafts(device):
-    folder = saved("apertus")[1]
+    folder = saved(NOT_NATIVE)[1]
 
     def wide():
         return [from_tokens(i, prompt(i, 9), 6, beam_width=2) for i in (1, 2)]
@@ -153,7 +153,7 @@ def test_lock_step(device):
 
 
 def test_prompt_embeddings(device):
-    network, folder = saved("apertus")
+    network, folder = saved(NOT_NATIVE)
     table = np.linspace(-1, 1, 3 * 64, dtype=np.float32).reshape(3, 64)
 
     def requests():
@@ -176,7 +176,7 @@ def test_our_kernels_compute_attention_and_no_step_is_captured(device, monkeypat
 
     monkeypatch.setattr(Kernels, "attention", attention)
     monkeypatch.setattr(StepGraphs, "record", attention)
-    folder = saved("apertus")[1]
+    folder = saved(NOT_NATIVE)[1]
     (found,) = finals([from_tokens(1, prompt(1, 9), 4)], device, source=folder, **THROUGH)
     assert found.error == ""
 
@@ -187,7 +187,7 @@ GROUP = {"num_attention_heads": 32, "num_key_value_heads": 1}
 @pytest.mark.parametrize(
     ("name", "changes", "reason"),
     [
-        ("apertus", GROUP, "32 query heads do not divide into groups of up to 16 for 1 KV heads"),
+        (NOT_NATIVE, GROUP, "32 query heads do not divide into groups of up to 16 for 1 KV heads"),
         ("llama", {"head_dim": 320}, "head dimension 320 must be one of"),
     ],
 )
@@ -200,7 +200,7 @@ def test_torch_computes_attention_that_no_kernel_takes(device, caplog, name, cha
 @pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "largest"),
-    [("gpt_oss", 0.1), ("gemma2", 0.05), ("apertus", 0.05)],  # routers may choose other experts
+    [("gpt_oss", 0.1), ("gemma2", 0.05), (NOT_NATIVE, 0.05)],  # routers may choose other experts
 )
 def test_bfloat16(device, name, largest):
     network, folder = saved(name)
@@ -223,7 +223,7 @@ def test_bfloat16(device, name, largest):
 )
 def test_linear_layers_are_stored_in_few_bits(device, caplog, kind, largest, stored):
     caplog.set_level(logging.INFO, logger="gptmanager")
-    network, folder = saved("apertus")
+    network, folder = saved(NOT_NATIVE)
     (found, _) = finals(with_logits(), device, source=folder, weights_dtype=kind, **CHUNKS)
     assert f"through transformers; matrices: {stored}" in caplog.text
     tokens = found.tensors["output_ids"][0, :, :30]
@@ -252,7 +252,7 @@ def test_a_step_may_need_no_logits(device, kind):
 
 
 def test_a_provider_of_the_host_computes_attention():
-    provider, given = HostAttention(), {"source": saved("apertus")[1], **CHUNKS}
+    provider, given = HostAttention(), {"source": saved(NOT_NATIVE)[1], **CHUNKS}
     device = there_is("emulator")  # the provider waits for it
     own, others = (
         finals(with_logits(), device, attention_provider=it, **given) for it in (provider, "own")
@@ -279,11 +279,11 @@ def test_a_provider_of_the_host_computes_attention():
 def test_options_that_it_does_not_have_are_refused(device, options, message):
     params = OptionalParams(device=device, **options)
     with pytest.raises(ConfigError, match=f"{message} .* leave the default"):
-        generate(saved("apertus")[1], [prompt(1, 5)], 4, optional_params=params)
+        generate(saved(NOT_NATIVE)[1], [prompt(1, 5)], 4, optional_params=params)
 
 
 def test_ranks_and_adapters_are_refused(device):
-    folder = saved("apertus")[1]
+    folder = saved(NOT_NATIVE)[1]
     ranks = OptionalParams(parallel_config=ParallelConfig(2, 1), device="emulator")
     kernels = CudaKernels(EmulatorLauncher())
     with pytest.raises(ConfigError, match="parallel_config = .* is refused"):
@@ -294,7 +294,7 @@ def test_ranks_and_adapters_are_refused(device):
 
 
 def test_float64_is_refused(device, tmp_path):
-    folder = shutil.copytree(saved("apertus")[1], tmp_path / "apertus")
+    folder = shutil.copytree(saved(NOT_NATIVE)[1], tmp_path / NOT_NATIVE)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float64"}))
     with pytest.raises(ConfigError, match="dtype = 'float64' is refused with"):

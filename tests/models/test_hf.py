@@ -14,6 +14,7 @@ import torch
 from checkpoints import PagedDriver
 from hf_models import (
     ARCHITECTURES,
+    NOT_NATIVE,
     PARTS,
     REFUSED,
     greedy,
@@ -163,8 +164,8 @@ def test_recurrent_layers_of_granite_are_refused() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of an architecture that the table of families does not have."""
-    path = tmp_path_factory.mktemp("hf") / "apertus"
-    new_network("apertus").save_pretrained(path)
+    path = tmp_path_factory.mktemp("hf") / NOT_NATIVE
+    new_network(NOT_NATIVE).save_pretrained(path)
     return path
 
 
@@ -176,13 +177,13 @@ def test_the_log_says_which_backend_computes(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="gptmanager")
-    expected = greedy(new_network("apertus"), prompts(5, 9), 4)
+    expected = greedy(new_network(NOT_NATIVE), prompts(5, 9), 4)
 
     parts: list[tuple[Any, ...]] = []
     given = options(on_progress=lambda *part: parts.append(part))
     assert generate(str(folder), prompts(5, 9), 4, optional_params=given) == expected
     assert [part for part in parts if part[0] == "weights"][-1] == ("weights", 25, 25)
-    assert "apertus is loaded through transformers; matrices: 25 in float32" in caplog.text
+    assert f"{NOT_NATIVE} is loaded through transformers; matrices: 25 in float32" in caplog.text
     caplog.clear()
     llama = "examples/tiny_llama"
     own, theirs = (
@@ -192,7 +193,7 @@ def test_the_log_says_which_backend_computes(
     assert own == theirs
     assert "tiny_llama is loaded natively" in caplog.text
     assert "tiny_llama is loaded through transformers" in caplog.text
-    with pytest.raises(ConfigError, match="model_type = 'apertus': must be one of"):
+    with pytest.raises(ConfigError, match=f"model_type = '{NOT_NATIVE}': must be one of"):
         generate(str(folder), prompts(5), 4, optional_params=options(model_backend="native"))
 
 
@@ -284,19 +285,19 @@ def test_only_the_text_model_of_a_wrapper_is_loaded(tmp_path: Path) -> None:
 
 def test_missing_tensors_are_named(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
-    extra = {"model.other": tensors.pop("model.layers.1.mlp.up_proj.weight")}
+    extra = {"model.other": tensors.pop("model.layers.1.mlp.fc1.weight")}
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(ConfigError, match="tensors are missing: model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(ConfigError, match="tensors are missing: model.layers.1.mlp.fc1.weight"):
         generate(str(tmp_path), prompts(5), 4, optional_params=options())
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_linear_layers_are_stored_in_few_bits(folder: Path, kind: Any) -> None:
-    network = new_network("apertus")
+    network = new_network(NOT_NATIVE)
     head = network.get_output_embeddings()
     names = {name for name, it in network.named_modules() if it is head}
-    exact = in_pieces(through_transformers(new_network("apertus")), prompts(20))[0]
+    exact = in_pieces(through_transformers(new_network(NOT_NATIVE)), prompts(20))[0]
     model = through_transformers(network, kind_of=lambda name: "int8" if name in names else kind)
 
     stored = {type(it.matrix) for it in network.modules() if isinstance(it, PackedLinear)}
@@ -304,11 +305,11 @@ def test_linear_layers_are_stored_in_few_bits(folder: Path, kind: Any) -> None:
     error = (in_pieces(model, prompts(20))[0] - exact).std() / exact.std()
     # without a matrix unit, the activations of a prompt are int8, too
     assert 0 < error < (0.04 if kind == "int8" else 0.3)
-    assert model.nbytes < 0.6 * through_transformers(new_network("apertus")).nbytes
+    assert model.nbytes < 0.6 * through_transformers(new_network(NOT_NATIVE)).nbytes
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", ["apertus", "mixtral", "gpt2"])
+@pytest.mark.parametrize("name", [NOT_NATIVE, "mixtral", "gpt2"])
 def test_a_step_may_need_no_logits(name: str, kind: Any) -> None:
     """All rows of the step are chunks, of which none is the last of its prompt."""
     model = through_transformers(new_network(name), kind_of=lambda own: kind)
@@ -317,7 +318,7 @@ def test_a_step_may_need_no_logits(name: str, kind: Any) -> None:
 
 
 def test_embeddings_of_a_prompt_take_the_place_of_tokens() -> None:
-    network = new_network("apertus")
+    network = new_network(NOT_NATIVE)
     table = network.get_input_embeddings().weight.detach().clone()
     model = through_transformers(network)
     plain, tabled = prompts(9, 9)
@@ -371,7 +372,7 @@ def test_two_managers_do_not_mix_their_steps() -> None:
             return super().attention(*given)
 
     threads: list[Thread] = []
-    model = TransformersModel(new_network("apertus"), Interrupted())
+    model = TransformersModel(new_network(NOT_NATIVE), Interrupted())
     run(1, own)
     threads[0].join()
     run(3, other)

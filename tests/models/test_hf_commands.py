@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hf_models import greedy, new_network
+from hf_models import NOT_NATIVE, greedy, new_network
 from running_server import running_server, settings_of
 from text_checkpoint import END_ID, byte_tokenizer
 
@@ -24,12 +24,12 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def network() -> Any:
-    return new_network("apertus")
+    return new_network(NOT_NATIVE)
 
 
 @pytest.fixture(scope="module")
 def folder(network: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("apertus")
+    path = tmp_path_factory.mktemp(NOT_NATIVE)
     network.save_pretrained(path)
     return path
 
@@ -58,7 +58,7 @@ def test_chat_answers_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = byte_tokenizer()
-    network = new_network("apertus", vocab_size=tokenizer.get_vocab_size(), eos_token_id=END_ID)
+    network = new_network(NOT_NATIVE, vocab_size=tokenizer.get_vocab_size(), eos_token_id=END_ID)
     network.save_pretrained(tmp_path)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
@@ -84,7 +84,7 @@ def test_serve_answers_with_it(folder: Path, expected: list[int]) -> None:
 
 
 def test_its_card_has_no_modules_for_adapters(folder: Path, network: Any) -> None:
-    card = ModelCard.of_folder(folder, ("apertus",))
+    card = ModelCard.of_folder(folder, (NOT_NATIVE,))
     assert (card.vocab_size, card.hidden_size) == (
         network.config.vocab_size,
         network.config.hidden_size,

@@ -141,6 +141,7 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "arcee": {**_HEADS, "mlp_bias": True},
     "hunyuan_v1_dense": {**_HEADS},
     "cwm": {**_HEADS, "sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
+    "apertus": {**BASE, "attention_bias": True},
     "jais2": {**_HEADS},
     "gpt_neox": {**_NEOX, **_HALF},
     "opt": {**_NEOX, "ffn_dim": 96, "word_embed_proj_dim": 64},

@@ -139,6 +139,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "nemotron": {},
     "jais2": {},
     "diffllama": {},
+    "nanochat": {},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"] * 2},
     "mixtral": {**_EXPERTS, "sliding_window": None},
@@ -197,6 +198,8 @@ REFUSED = {
     "qwen3_5_text": f"layers 0, 1, 2 {_NO_ATTENTION}",
     "qwen3_5_moe_text": f"layers 0, 1, 2 {_NO_ATTENTION}",
 }
+# An architecture that runs only through transformers
+NOT_NATIVE = "nanochat"
 # Architectures that transformers has only as a part of another one -> that one
 PARTS = {"qwen3_vl_moe_text": "qwen3_vl_moe"}
 

@@ -114,13 +114,14 @@ class ExpertLayer(NamedTuple):
 
 
 class DenseLayer(NamedTuple):
-    """A dense MLP. `up_name` and `down_name`: see `matrix_names`."""
+    """A dense MLP. `up_name` and `down_name`: see `matrix_names`. `xielu`: see `activations`."""
 
     mlp: Mlp
     up: Affine
     down: Affine
     up_name: str
     down_name: str
+    xielu: Tensor | None
 
 
 class LayerTensors(NamedTuple):
@@ -273,7 +274,8 @@ def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLa
 
     def dense(up: str, down: str) -> DenseLayer:
         tensors = [affine(weights, f"{prefix}.{name}") for name in (up, down)]
-        return DenseLayer(mlp, tensors[0], tensors[1], names[up], names[down])
+        numbers = weights.tensor(f"{prefix}.xielu") if mlp.xielu else None
+        return DenseLayer(mlp, tensors[0], tensors[1], names[up], names[down], numbers)
 
     if experts is None:
         return dense("up", "down")

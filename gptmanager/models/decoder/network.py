@@ -21,6 +21,7 @@ from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
+from gptmanager.models.decoder.activations import activate_mlp
 from gptmanager.models.decoder.attention_inputs import (
     norm_heads,
     scaled_by_temperature,
@@ -361,7 +362,7 @@ class CheckpointModel:
         mlp = own.mlp
         if mlp.activation != "silu" or not mlp.gated:
             up = self._project(hidden, own.up, layer, own.up_name, adapters)
-            activated = self._kernels.activate(up, mlp.activation, mlp.gated)
+            activated = activate_mlp(self._kernels, up, own)
         elif adapters is None:
             activated = self._kernels.linear_silu_mul(hidden, *own.up)
         else:  # adapters add to the input of the activation

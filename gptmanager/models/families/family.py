@@ -36,10 +36,10 @@ class Family:
     their epsilon, which the config has. `qk_norm`: whether `norms.query_key` applies.
     `interleaved`: the checkpoint stores the two rows of a RoPE pair next to each other.
     `position_offset`: the row of the learned position embeddings for position 0; None if the family
-    has no such embeddings. `activation`: overrides `hidden_act`. `one_norm`: attention and
-    MLP read the output of the same norm. `neutral`: config field -> the only value, besides null,
-    that the field may have. `transposed`: layers store their matrices as [in, out]. `scaled`: see
-    `Layer`. `parallel`: see `ModelSpec`.
+    has no such embeddings. `activation`: overrides `hidden_act`. `xielu`: `hidden_act` may be
+    "xielu". `one_norm`: attention and MLP read the output of the same norm. `neutral`: config field
+    -> the only value, besides null, that the field may have. `transposed`: layers store their
+    matrices as [in, out]. `scaled`: see `Layer`. `parallel`: see `ModelSpec`.
 
     `windows`: which layers have a sliding window.
     - "none": no layer.
@@ -75,6 +75,7 @@ class Family:
     position_offset: int | None = None
     activation: Activation | None = None
     gated: bool = True
+    xielu: bool = False
     parallel: Decision = False
     one_norm: Decision = False
     qkv_bias: bool | str = False

@@ -71,6 +71,8 @@ _MODULES: Mapping[str, tuple[str, str | None]] = {
     "dense_down": ("down|shared_down", None),
     "fc": ("up", None),
     "down": ("down", None),
+    "xielu_positive": ("xielu", "positive"),
+    "xielu_negative": ("xielu", "negative"),
     "mlp_out_norm": ("mlp_out_norm", None),
     "scale": ("scale", None),
     "token_gate": ("token_gate", None),

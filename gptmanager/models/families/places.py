@@ -194,8 +194,8 @@ def _in_layer(
         yield theirs, replace(place, stacked=count) if is_stacked else place
     elif part == "row":  # a matrix of one row
         yield theirs, Place(parameter, stacked=1)
-    elif part in ("gate", "up"):
-        first = 0 if part == "gate" else num_rows // 2
+    elif part in ("gate", "up", "positive", "negative"):
+        first = 0 if part in ("gate", "positive") else num_rows // 2
         yield theirs, Place(parameter, first, num_rows // 2, transposed=transposed)
     else:
         yield theirs, Place(parameter, transposed=transposed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from gptmanager.models.families.base import (
     PLAIN,
     llama_fields,
 )
-from gptmanager.models.families.family import Family
+from gptmanager.models.families.family import ROTARY_BUFFERS, Family
 from gptmanager.models.families.names import NORMS_AFTER, layer_names, llama_names
 from gptmanager.models.spec import Norms
 
@@ -226,6 +227,38 @@ LLAMAS: Mapping[str, Family] = {
         tensors=llama_names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
         defaults=llama_fields(norm_eps=1e-5, rope_alpha=None),
         norms=Norms(query_key="rotated_head"),
+    ),
+    "apertus": replace(
+        BIASED_ATTENTION,
+        title="Apertus",
+        tensors=llama_names(
+            attention_norm="attention_layernorm",
+            mlp_norm="feedforward_layernorm",
+            gate=None,
+            up=None,
+            fc="mlp.up_proj",
+            xielu_positive="mlp.act_fn.alpha_p",
+            xielu_negative="mlp.act_fn.alpha_n",
+        ),
+        ignored=re.compile(rf"{ROTARY_BUFFERS.pattern}|\.mlp\.act_fn\.(beta|eps)$"),
+        defaults=llama_fields(
+            hidden_act="xielu",
+            norm_eps=1e-5,
+            rope_theta=12e6,
+            max_position_embeddings=65536,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 12e6,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        ),
+        norms=Norms(query_key="head"),
+        gated=False,
+        xielu=True,
+        neutral={"qk_norm": True},
     ),
     "cwm": replace(
         PLAIN,
