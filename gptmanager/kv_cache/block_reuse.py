@@ -241,15 +241,21 @@ class BlockReuse:
         """Remove the blocks of a sequence, and all cached blocks that follow them, from the cache.
 
         `sequences` are all live sequences. A sequence that holds any block of the withdrawn
-        sequence is not stored when it ends.
+        sequence is not stored when it ends. Its snapshots are dropped, also those of cached blocks
+        that it computed again and does not hold.
         """
         held = {block for table in sequence.tables for block in table}
         for block in held:
             self.pool.forget(block)
         for other in sequences:
-            if not all(held.isdisjoint(table) for table in other.tables):
-                self._storing.pop(other.request_id, None)
-                self._end_snapshots(other)
+            if all(held.isdisjoint(table) for table in other.tables):
+                continue
+            request = self._storing.pop(other.request_id, None)
+            self._end_snapshots(other)
+            if self.snapshots is not None and request is not None:
+                tokens = request.tokens
+                for block in self.tree.full_blocks(root_key(request), tokens, len(tokens))[0]:
+                    self.snapshots.drop(block)
 
     def next_stop(self, request_id: int, position: int) -> int | None:
         """Return the next position after `position` at which a context chunk must end, or None."""

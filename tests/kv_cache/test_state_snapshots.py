@@ -241,6 +241,17 @@ def test_invalid_values_are_withdrawn_with_their_snapshots() -> None:
     assert machine.num_used == 0
 
 
+def test_a_snapshot_of_a_withdrawn_sequence_is_dropped_from_the_block_of_another() -> None:
+    machine = Machine(num_snapshots=1)
+    machine.run(asked(1, range(6)), 1)
+    machine.run(asked(2, range(50, 56)), 1)  # it takes the only snapshot
+    again = asked(3, [*range(4), 7, 8])
+    assert machine.start(again) == 0
+    machine.kv.withdraw(3)
+    machine.end(again)
+    assert machine.start(asked(4, [*range(4), 9])) == 0
+
+
 def test_other_salts_and_adapters_have_other_snapshots() -> None:
     machine = Machine()
     machine.run(asked(1, range(14)), 1)
