@@ -326,7 +326,7 @@ models/                       decoder networks, and the table of families
             corrected_mixtures  mixtures with a learned correction of scores
             linears           families with linear attention: Qwen3-Next, Qwen3.5
             convolutions      families with short convolutions: LFM2
-            state_spaces      families with state spaces: Granite 4
+            state_spaces      families with state spaces: Granite 4, Bamba
             latents           families with latents: DeepSeek V2, V3
             own_code          families that are published with code of their own
         table                 FAMILIES: all of them, by model_type

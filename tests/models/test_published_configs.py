@@ -15,6 +15,7 @@ from gptmanager.models.read_spec import read_spec
 EXPERT_LAYERS = [False, True, True, True]
 # Fields that change nothing, by family
 WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
+    ("bamba", {"attn_rotary_emb": 8, "num_logits_to_keep": 1, "z_loss_coefficient": 1e-4}),
     ("exaone_moe", {"is_moe_layer": EXPERT_LAYERS, "first_last_k_dense_replace": 1}),
     ("glm4_moe_lite", {"first_k_dense_replace": 1, "partial_rotary_factor": 1.0}),
     ("gpt2", {"fused_mlp": True, "fused_bias_fc": True, "use_flash_attn": True}),
@@ -55,6 +56,9 @@ def test_a_published_field_changes_nothing(name: str, fields: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
+        ("bamba", "attn_layer_indices", [4]),
+        ("bamba", "attn_rotary_emb", 16),
+        ("bamba", "partial_rotary_factor", 1.0),
         ("gemma", "hidden_act", "silu"),
         ("gemma", "hidden_activation", "silu"),
         ("gpt_oss", "swiglu_alpha", 1.5),

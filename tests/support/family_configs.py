@@ -222,6 +222,10 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     },
     "qwen3_5_text": {**_LINEAR, "attention_bias": True},
     "qwen3_5_moe_text": {**_LINEAR, **_MOE, **_FOUR, "shared_expert_intermediate_size": 32},
+    "bamba": {
+        **{**BASE, "attn_layer_indices": [1, 3], "attention_bias": True, "mlp_bias": True},
+        **{"mamba_n_heads": 4, "mamba_d_state": 24, "mamba_n_groups": 2},
+    },
     "lfm2": {**_SHORT, "conv_bias": True, "block_multiple_of": 32},
     "lfm2_moe": {**_SHORT, **_MOE, **_FOUR, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
 }

@@ -140,6 +140,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "jais2": {},
     "diffllama": {},
     "nanochat": {},
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"] * 2},
     "mixtral": {**_EXPERTS, "sliding_window": None},
@@ -188,6 +189,7 @@ _NO_ATTENTION = "do not call the attention interface: they may have a state"
 # Architectures that are refused -> what the error says, a part of it
 REFUSED = {
     "bloom": "its forward takes no position_ids",
+    "bamba": f"layers 0, 2 {_NO_ATTENTION}",
     "falcon": "its layers do not call the attention interface",
     "gptj": "its layers do not call the attention interface",
     "diffllama": "a layer calls the attention interface twice",

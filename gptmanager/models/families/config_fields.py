@@ -105,7 +105,7 @@ _IGNORED = re.compile(
     r"|diversity_penalty|num_beam_groups|bad_words_ids|begin_suppress_tokens|suppress_tokens"
     r"|remove_invalid_values|exponential_decay_length_penalty|forced_.*)"
     r"|embd_layer|bos_token|eos_token|pad_token|language|license|tags|base_model.*|quantization"
-    r"|attn_implementation|num_nextn_predict_layers|original_.*|model_max_length"
+    r"|attn_implementation|num_nextn_predict_layers|num_logits_to_keep|original_.*|model_max_length"
     r"|max_seq(uence)?_len(gth)?|use_parallel_embedding|keys_to_ignore_at_inference"
     r"|is_\w+_config|init_method|moe_capacity|kv_channels|attention_head_dim|cla_share_factor"
     r"|.*_(start|end|newline|init)_id|pad_id|org_vocab_size|pool_type|dense_list"

@@ -168,16 +168,26 @@ def _convolution_types(fields: Fields, num_layers: int) -> list[str]:
     if fields.get("layer_types") is not None or not has_indices:
         fields.note_read("full_attn_idxs")
         return _partly_full(fields, num_layers, CONVOLUTION)
-    full = fields.layers("full_attn_idxs")
     if fields.get("full_attn_idxs") is None:
         return [FULL] * num_layers
+    return _listed(fields, num_layers, "full_attn_idxs", CONVOLUTION)
+
+
+def _listed(fields: Fields, num_layers: int, field: str, other: str) -> list[str]:
+    """Return the type of each layer: full attention for the layers that `field` lists."""
+    full = fields.layers(field)
     if not full & {*range(num_layers)}:
-        raise fields.error("full_attn_idxs", "must list at least one layer")
-    return [FULL if layer in full else CONVOLUTION for layer in range(num_layers)]
+        raise fields.error(field, "must list at least one layer")
+    return [FULL if layer in full else other for layer in range(num_layers)]
 
 
 def _mamba_types(fields: Fields, num_layers: int) -> list[str]:
-    """Return the field `layer_types`. Published configs have other names for the types."""
+    """Return the type of each layer, from `layer_types`, or in Bamba from `attn_layer_indices`.
+
+    Published configs have other names for the types.
+    """
+    if fields.has_default("attn_layer_indices"):
+        return _listed(fields, num_layers, "attn_layer_indices", LINEAR)
     given = fields.get("layer_types")
     names = {**_MAMBA, FULL: FULL, LINEAR: LINEAR}
     is_list = isinstance(given, list) and len(given) == num_layers

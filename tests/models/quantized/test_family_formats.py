@@ -40,6 +40,7 @@ OF_OTHERS = {
     "internlm3": ["llama"],
 }
 WITHOUT_MLX = (
+    "bamba",
     "gpt2",
     "gpt_neox",
     "gptj",

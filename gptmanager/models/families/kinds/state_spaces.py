@@ -9,6 +9,7 @@ from typing import Any
 
 from gptmanager.kernels.recurrent.state_space_formulas import StateSpaceShape
 from gptmanager.models.families import readers
+from gptmanager.models.families.base import LLAMA, llama_fields
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.kinds.llamas import LLAMAS
 from gptmanager.models.families.kinds.mixtures import GRANITE_IN_ONE
@@ -36,6 +37,16 @@ _MAMBA = {
 # The only limits with which transformers computes prompts and new tokens in the same way, as it
 # writes them
 _NO_LIMITS = (math.inf, "Infinity", {"__float__": "Infinity"})
+_FIELDS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
 _OF_TRAINING = ("mamba_chunk_size", "time_step_min", "time_step_max", "time_step_floor")
 
 
@@ -66,15 +77,29 @@ def _state_space(fields: Fields) -> StateSpace:
     )
 
 
-def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+def _recurrent(fields: Fields, layer: int) -> Mapping[str, Any]:
     """Return further fields of a layer's `Attention`: its state space, if it has one."""
-    if fields.layer_type(layer) == LINEAR:
-        own = fields.once("state space", lambda: _state_space(fields))
-        return {"rope": None, "recurrent": own}
-    return readers.granite4_attention(fields, layer)
+    if fields.layer_type(layer) != LINEAR:
+        return {}
+    own = fields.once("state space", lambda: _state_space(fields))
+    return {"rope": None, "recurrent": own}
 
 
-def _network(fields: Fields) -> Mapping[str, Any]:
+def _granite_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    return _recurrent(fields, layer) or readers.granite4_attention(fields, layer)
+
+
+def _bamba_network(fields: Fields) -> Mapping[str, Any]:
+    """Refuse a share of rotated dimensions other than a half, which transformers assumes."""
+    head_dim = fields.size("hidden_size") // fields.size("num_attention_heads")
+    half = fields.size("head_dim", head_dim) // 2
+    for name, value in (("partial_rotary_factor", 0.5), ("attn_rotary_emb", half)):
+        if fields.get(name) not in (None, value):
+            raise fields.error(name, f"must be {value}: transformers rotates half of each head")
+    return {}
+
+
+def _granite_network(fields: Fields) -> Mapping[str, Any]:
     """Return Granite's scales. Without Mamba layers, their fields have no effect."""
     if LINEAR not in fields.layer_types:
         unread = (it for it in fields.unread() if it.startswith(("mamba_", "time_step_")))
@@ -83,6 +108,29 @@ def _network(fields: Fields) -> Mapping[str, Any]:
 
 
 STATE_SPACES: Mapping[str, Family] = {
+    "bamba": replace(
+        LLAMA,
+        title="Bamba",
+        tensors=llama_names(
+            **_MAMBA,
+            mlp_norm="pre_ff_layernorm",
+            gate="feed_forward.gate_proj",
+            up="feed_forward.up_proj",
+            down="feed_forward.down_proj",
+            final_norm="model.final_layernorm",
+        ),
+        defaults=llama_fields(
+            norm_eps=1e-5,
+            max_position_embeddings=262144,
+            num_key_value_heads=8,
+            partial_rotary_factor=0.5,
+            attn_layer_indices=None,
+            **_FIELDS,
+        ),
+        windows="mamba",
+        network=_bamba_network,
+        attention=_recurrent,
+    ),
     "granitemoehybrid": replace(
         LLAMAS["granite"],
         title="Granite 4",
@@ -109,19 +157,12 @@ STATE_SPACES: Mapping[str, Family] = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "position_embedding_type": None,
-            "mamba_n_heads": 128,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 256,
-            "mamba_d_head": "auto",
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
+            **_FIELDS,
         },
         mlp_bias=False,
         windows="mamba",
-        network=_network,
-        attention=_attention,
+        network=_granite_network,
+        attention=_granite_attention,
         mlp=lambda fields, _: {"width": fields.size("shared_intermediate_size")},
         experts=experts_of(
             "num_local_experts",
