@@ -54,7 +54,7 @@ _FACTORS = {
     *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"),
     *("logits_scaling", "residual_multiplier", "attention_multiplier", "logit_scale"),
     *("routed_scaling_factor", "attn_scale", "factor", "attention_factor", "beta_fast", "alpha"),
-    *("scale_emb", "scale_depth", "clip_qkv"),
+    *("route_scale", "scale_emb", "scale_depth", "clip_qkv"),
     *("high_freq_factor", *_ZERO_FACTORS),
 }
 # null has a meaning: a default, or none of something
@@ -66,7 +66,7 @@ _OPTIONAL = {
     *("attention_chunk_size", "n_group", "topk_group", "routed_scaling_factor", "n_inner"),
     *("factor", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor"),
     *("v_head_dim", "scale_depth", "dim_model_base", "block_ffn_dim_multiplier", "clip_qkv"),
-    *("num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn"),
+    *("route_scale", "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn"),
     *_ZERO_FACTORS,
 }
 SENSIBLE: Mapping[str, set[str]] = {
