@@ -43,6 +43,7 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "internvl_chat": "qwen2",
     "kimi_k25": "deepseek_v3",
     "kimi_vl": "deepseek_v3",
+    "lfm2_vl": "lfm2",
     "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",
@@ -91,6 +92,7 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         **_sizes(151424, 4096, 10944, 46, 96),
         **{"attention_bias": True, "max_position_embeddings": 65536},
     },
+    "lfm2": _sizes(65536, 2560, 12288, 32, 32),
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "mistral": _sizes(32000, 4096, 14336, 32, 32),
     "qwen2": _sizes(151936, 4096, 22016, 32, 32),
@@ -126,8 +128,8 @@ MEDIA = re.compile(
 )
 # In transformers 5, `tie_word_embeddings` of these wrappers is true by default.
 _TIED_BY_DEFAULT = frozenset(
-    "aya_vision cohere2_vision gemma3 gemma4 granite_speech internvl kimi_k25 mistral3".split()
-    + ["ovis2"]
+    "aya_vision cohere2_vision gemma3 gemma4 granite_speech internvl kimi_k25 lfm2_vl".split()
+    + ["mistral3", "ovis2"]
 )
 # the wrapper's own field has no effect
 _TIED_BY_TEXT_MODEL = ("internvl_chat", "kimi_vl", "llama4", "qwen2_audio", "voxtral")
