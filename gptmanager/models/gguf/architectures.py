@@ -28,7 +28,7 @@ from gptmanager.models.gguf.architecture import (
     Architecture,
 )
 from gptmanager.models.gguf.further_fields import gemma4_fields, minicpm_scales, ministral_rope
-from gptmanager.models.gguf.hybrids import HYBRIDS
+from gptmanager.models.gguf.hybrids import BAMBA, HYBRIDS
 from gptmanager.models.gguf.linears import LINEARS
 from gptmanager.models.gguf.mixtures import DEEPSEEK_V3, GRANITE_SHARED, MIXTRAL, MIXTURES
 
@@ -363,6 +363,7 @@ VARIANTS: Mapping[str, Sequence[Variant]] = {
             ),
         ),
     ),
+    "granitehybrid": (Variant("rope.scaling.finetuned", BAMBA, True),),
     "granitemoe": (Variant("expert_shared_feed_forward_length", GRANITE_SHARED),),
     "deepseek2": (Variant("expert_gating_func", DEEPSEEK_V3, 2),),
 }

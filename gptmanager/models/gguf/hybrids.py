@@ -8,6 +8,7 @@ from typing import Any
 
 from gptmanager.models.gguf.architecture import (
     EXPERTS,
+    FEED_FORWARD,
     GRANITE,
     LLAMA,
     MIXTURE,
@@ -40,9 +41,30 @@ _MODULES: Mapping[str, str] = {
     "ffn_norm": "ffn_norm",
     **{module: f"feed_forward.{theirs}" for module, theirs in _FEED_FORWARD.items()},
 }
+_MAMBA_FIELDS = {
+    "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count",
+    "mamba_n_heads": _HEADS,
+}
+_MAMBA_MODULES = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A_log",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ssm_d": "mamba.D",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_MAMBA_BIASES = {
+    "mamba_conv_bias": "ssm_conv1d",
+    "mamba_proj_bias": "ssm_in",
+    "attention_bias": "attn_q",
+    "mlp_bias": "ffn_up",
+}
 
 
-def _granite_fields(
+def _mamba_fields(
     metadata: Metadata, prefix: str, names: Collection[str], config: Config
 ) -> dict[str, Any]:
     """Return the kinds of the layers, the sizes of Mamba's heads, and which biases exist."""
@@ -53,20 +75,25 @@ def _granite_fields(
     for part in (_HEADS, _HIDDEN):
         if sizes[_INNER] % sizes[part]:
             raise metadata.error(f"{prefix}{_INNER}", f"must be a multiple of {prefix}{part}")
-    biases = {
-        "mamba_conv_bias": "ssm_conv1d",
-        "mamba_proj_bias": "ssm_in",
-        "attention_bias": "attn_q",
-    }
     return {
         **layers_with_keys(metadata, prefix, "mamba"),
         "mamba_d_head": sizes[_INNER] // sizes[_HEADS],
         "mamba_expand": sizes[_INNER] // sizes[_HIDDEN],
         **{
             field: any(name.endswith(f".{module}.bias") for name in names)
-            for field, module in biases.items()
+            for field, module in _MAMBA_BIASES.items()
         },
     }
+
+
+def _bamba_fields(
+    metadata: Metadata, prefix: str, names: Collection[str], config: Config
+) -> dict[str, Any]:
+    """Return the same as `_mamba_fields`, with a list of the layers that have attention."""
+    found = _mamba_fields(metadata, prefix, names, config)
+    types = found.pop("layer_types")
+    full = [layer for layer, kind in enumerate(types) if kind == "full_attention"]
+    return {**found, "attn_layer_indices": full}
 
 
 _LFM2 = Architecture(
@@ -111,28 +138,42 @@ HYBRIDS: Mapping[str, Architecture] = {
             "num_local_experts": "expert_count",
             "num_experts_per_tok": "expert_used_count",
             "shared_intermediate_size": "expert_shared_feed_forward_length",
-            "mamba_d_conv": "ssm.conv_kernel",
-            "mamba_d_state": "ssm.state_size",
-            "mamba_n_groups": "ssm.group_count",
-            "mamba_n_heads": _HEADS,
+            **_MAMBA_FIELDS,
         },
-        further=_granite_fields,
+        further=_mamba_fields,
         permuted=True,
         modules={
             **LLAMA,
             **SHARED,
             "ffn_down_shexp": "shared_mlp.output_linear",
             "ffn_gate_inp": "block_sparse_moe.router.layer",
-            "ssm_in": "mamba.in_proj",
-            "ssm_conv1d": "mamba.conv1d",
-            "ssm_a": "mamba.A_log",
-            "ssm_dt.bias": "mamba.dt_bias",
-            "ssm_d": "mamba.D",
-            "ssm_norm": "mamba.norm",
-            "ssm_out": "mamba.out_proj",
+            **_MAMBA_MODULES,
         },
         stacked=EXPERTS,
         ignored=frozenset({KV_HEADS, _INNER}),
         required={"rope.scaling.finetuned": False},
     ),
 }
+# "granitehybrid" with RoPE
+BAMBA = Architecture(
+    "bamba",
+    fields={
+        **{key: ROTARY[key] for key in ROTARY if key != "num_key_value_heads"},
+        **_MAMBA_FIELDS,
+    },
+    further=_bamba_fields,
+    permuted=True,
+    modules={
+        **LLAMA,
+        **_MAMBA_MODULES,
+        "ffn_norm": "pre_ff_layernorm",
+        **{module: LLAMA[module].replace("mlp.", "feed_forward.") for module in FEED_FORWARD},
+    },
+    outside={
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.final_layernorm",
+        "output": "lm_head",
+    },
+    ignored=frozenset({KV_HEADS, _INNER}),
+    required={"rope.scaling.finetuned": True},
+)
