@@ -145,10 +145,11 @@ class Architecture:
     `outside`: the same for modules outside the layers. `stacked`: the same for modules with the
     matrices of all experts of a layer, or of all heads. In their names in a checkpoint, {} is the
     number of the expert or head. `single_rows`: matrices of one row, which may be stored as
-    vectors. `permuted`: the file stores the two rows of a RoPE pair next to each other, in queries
-    and keys. `plus_one`: the file stores norm weights with 1 added. `transposed`: a checkpoint
-    stores a layer's matrices as [in, out]. `tiles_values`: the file has the value heads of linear
-    attention in its own order; see `ValueHeads`.
+    vectors. `numbers`: key of an array with a number for each layer -> name of the tensor of that
+    number in a checkpoint. `permuted`: the file stores the two rows of a RoPE pair next to each
+    other, in queries and keys. `plus_one`: the file stores norm weights with 1 added. `transposed`:
+    a checkpoint stores a layer's matrices as [in, out]. `tiles_values`: the file has the value
+    heads of linear attention in its own order; see `ValueHeads`.
 
     `ignored`: keys that change nothing, or that `further` reads. `required`: key -> the only value
     that a file may have for the key. `biases`: config field -> tensor; the field is true if the
@@ -175,6 +176,7 @@ class Architecture:
     tiles_values: bool = False
     stacked: Mapping[str, str] = field(default_factory=dict)
     single_rows: frozenset[str] = frozenset()
+    numbers: Mapping[str, str] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     required: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)

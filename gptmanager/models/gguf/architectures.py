@@ -27,7 +27,12 @@ from gptmanager.models.gguf.architecture import (
     WINDOWS,
     Architecture,
 )
-from gptmanager.models.gguf.further_fields import gemma4_fields, minicpm_scales, ministral_rope
+from gptmanager.models.gguf.further_fields import (
+    check_xielu,
+    gemma4_fields,
+    minicpm_scales,
+    ministral_rope,
+)
 from gptmanager.models.gguf.hybrids import BAMBA, HYBRIDS
 from gptmanager.models.gguf.linears import LINEARS
 from gptmanager.models.gguf.mixtures import DEEPSEEK_V3, GRANITE_SHARED, MIXTRAL, MIXTURES
@@ -236,6 +241,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             **LLAMA,
             "attn_q_norm": "self_attn.query_layernorm",
             "attn_k_norm": "self_attn.key_layernorm",
+        },
+        biases=ATTENTION_BIAS,
+    ),
+    "apertus": Architecture(
+        "apertus",
+        constants={"rope_parameters": UNSCALED},
+        further=check_xielu,
+        modules={**LLAMA, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        numbers={
+            "xielu.alpha_p": "mlp.act_fn.alpha_p",
+            "xielu.alpha_n": "mlp.act_fn.alpha_n",
         },
         biases=ATTENTION_BIAS,
     ),

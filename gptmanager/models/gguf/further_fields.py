@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -74,6 +75,17 @@ def minicpm_scales(metadata: Metadata, prefix: str, _: Names, config: Config) ->
         "scale_depth": 1.4 if residual is None else residual,
         "dim_model_base": 256 if logits is None else logits,
     }
+
+
+def check_xielu(metadata: Metadata, _: str, __: Names, config: Config) -> Config:
+    """Raise ConfigError for xIELU with other constants than those of transformers."""
+    layers = config.get("num_hidden_layers")
+    for key, value in (("xielu.beta", 0.5), ("xielu.eps", -1e-6)):
+        found = metadata.numbers(key, layers if isinstance(layers, int) else 0)
+        # the converter reads numbers of bfloat16
+        if not all(math.isclose(it, value, rel_tol=2**-8) for it in found):
+            raise metadata.error(key, f"must be {value} in all layers")
+    return {}
 
 
 def minicpm3_fields(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:

@@ -21,6 +21,7 @@ from gptmanager.kernels.gemm.int4_groups import Groups
 from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.gguf.architecture import Architecture
 from gptmanager.models.gguf.header import Header, StoredTensor
+from gptmanager.models.gguf.metadata import Metadata
 from gptmanager.models.gguf.row_orders import Order, ValueHeads, pairs_to_halves
 
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
@@ -89,6 +90,7 @@ class GgufTensors:
         self._header, self._own = header, own
         self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
         self._value_heads = value_heads
+        self._numbers = _numbers(header, own)
         self._tensors: dict[str, _Named] = {}
         self._mappings: dict[Path, mmap.mmap] = {}
         for name, stored in header.tensors.items():
@@ -103,6 +105,7 @@ class GgufTensors:
             name: TensorInfo(named.shape, named.stored.type.dtype, named.in_groups)
             for name, named in self._tensors.items()
         }
+        self._found |= {name: TensorInfo((1,), "float32") for name in self._numbers}
 
     def describe(self) -> Mapping[str, TensorInfo]:
         return self._found
@@ -114,6 +117,9 @@ class GgufTensors:
 
         For `region`, see `TensorSource.pieces`. A transposed matrix or a vector is a single slice.
         """
+        if name in self._numbers:
+            yield 0, torch.tensor([self._numbers[name]], dtype=torch.float32)
+            return
         named = self._tensors[name]
         ranges = list(region or map(range, named.shape))
         if named.transposed:
@@ -316,3 +322,13 @@ class GgufTensors:
         """Release the pages that were read. Otherwise they would stay resident until `close`."""
         for mapping in self._mappings.values():
             mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _numbers(header: Header, own: Architecture) -> dict[str, float]:
+    """Return tensor name -> value, for the tensors that are numbers in the metadata."""
+    metadata, found = Metadata(header.path, header.metadata), {}
+    num_layers = metadata.integer(f"{metadata.text('general.architecture')}.block_count") or 0
+    for key, theirs in own.numbers.items():
+        for layer, value in enumerate(metadata.numbers(key, num_layers)):
+            found[own.layer.format(layer) + theirs] = float(value)
+    return found

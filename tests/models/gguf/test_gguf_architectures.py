@@ -150,6 +150,25 @@ def test_an_interval_says_which_layers_have_linear_attention() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
+        ("xielu.alpha_p", None, "alpha_p is missing: must be an array of 2 numbers"),
+        ("xielu.alpha_n", np.ones(3), "must be an array of 2 numbers"),
+        ("xielu.beta", np.array([0.5, 0.6]), "must be 0.5 in all layers"),
+        ("xielu.eps", np.array([-1e-6, 1e-6]), "must be -1e-06 in all layers"),
+    ],
+)
+def test_numbers_of_xielu_are_checked(
+    key: str, value: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = read_header(FOLDER / "apertus.gguf")
+    changed = header._replace(metadata={**header.metadata, key: value})
+    monkeypatch.setattr("gptmanager.models.gguf.checkpoint.read_model", lambda _: changed)
+    with pytest.raises(ConfigError, match=text):
+        load_model(header.path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
         (
             "qwen35.ssm.group_count",
             3,
