@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(32) choose_experts(
     const float* logits,      // [tokens, experts]
     const float* correction,  // [experts], added to the scores for the choice, not for the weights; or null
     int num_experts, int per_token, int score, int groups, int top_groups, int two_best,
-    int renormalize, float factor) {
+    int renormalize, float factor, float sum_eps) {
     __shared__ float scores[MAX_EXPERTS], ranks[MAX_EXPERTS], quality[MAX_EXPERTS];
     ptx::wait_for_previous();
     logits += size_t(blockIdx.x) * num_experts;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32) choose_experts(
         weight /= warp_sum(weight);
     }
     if (score == SIGMOID_OF_BEST) weight = has ? 1 / (1 + expf(-weight)) : 0.0f;
-    if (renormalize) weight /= warp_sum(weight) + 1e-20f;
+    if (renormalize) weight /= warp_sum(weight) + sum_eps;
     if (!has) return;
     chosen[blockIdx.x * per_token + lane] = mine;
     weights[blockIdx.x * per_token + lane] = weight * factor;

@@ -100,9 +100,10 @@ def choose_experts(
             logits,
             correction,
             *ints(*sizes, *flags),
+            np.float32(routing.factor),
+            np.float32(routing.sum_eps),
         )
-        kernel = launcher.kernel(PROGRAM, "choose_experts")
-        kernel((num_tokens,), (32,), (*arguments, np.float32(routing.factor)))
+        launcher.kernel(PROGRAM, "choose_experts")((num_tokens,), (32,), arguments)
     return chosen, weights
 
 

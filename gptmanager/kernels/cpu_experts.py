@@ -305,6 +305,7 @@ class CpuExperts(CpuRecurrent):
                 logits_dtype=0 if logits is None else DTYPES[logits.dtype],
                 dtype=DTYPES[x.dtype],
                 factor=routing.factor,
+                sum_eps=routing.sum_eps,
             )
         found: RoutingTask = plans[key]
         return found

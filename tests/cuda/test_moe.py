@@ -23,7 +23,7 @@ ROUTINGS = (
     Routing(2, "softmax", renormalize=True, factor=1.5),
     Routing(4, "softmax_of_best"),
     Routing(2, "sigmoid_of_best"),
-    Routing(3, "sigmoid", renormalize=True, groups=4, top_groups=2),
+    Routing(3, "sigmoid", renormalize=True, groups=4, top_groups=2, sum_eps=0.5),
     Routing(3, "sigmoid", factor=2.5, groups=4, top_groups=1, group_score="best"),
     Routing(2, "softmax", groups=12, top_groups=5),
 )

@@ -110,7 +110,7 @@ def test_deterministic_ones_give_a_token_its_bits_next_to_any_others(
 ROUTINGS = [
     Routing(3, "softmax"),
     Routing(3, "softmax", renormalize=True, factor=1.5),
-    Routing(2, "sigmoid", renormalize=True),
+    Routing(2, "sigmoid", renormalize=True, sum_eps=0.5),
     Routing(4, "softmax_of_best"),
     Routing(1, "sigmoid_of_best", scales_inputs=True),
     Routing(4, "sigmoid", groups=6, top_groups=2, factor=2.5),

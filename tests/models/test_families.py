@@ -38,6 +38,7 @@ from stateful_runs import run_many
 from gptmanager import GptManager, InferenceRequest, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.callbacks import generate
 from gptmanager.errors import ConfigError
+from gptmanager.kernels.experts.routing import choose_experts
 from gptmanager.memory.places import runs
 from gptmanager.models import load_model
 from gptmanager.models.families import FAMILIES
@@ -74,6 +75,20 @@ def test_a_million_experts_are_refused_before_they_are_listed() -> None:
     config = {**FAMILY_CONFIGS["qwen2_moe"], "model_type": "qwen2_moe", "num_experts": 10**6}
     with pytest.raises(ConfigError, match="config.json: 4000000 experts in all layers: at most"):
         read_spec(config)
+
+
+def test_low_scores_of_experts_of_lfm2_are_weighed_as_in_transformers() -> None:
+    config = {**FAMILY_CONFIGS["lfm2_moe"], "model_type": "lfm2_moe"}
+    router = new_model(config).model.layers[3].feed_forward.gate
+    torch.nn.init.eye_(router.weight)
+    torch.manual_seed(1)
+    hidden, bias = torch.randn(7, 64) - 15, torch.randn(4)
+    logits, exact, _ = router(hidden, bias)
+    experts = read_spec(config).layers[3].mlp.experts
+    assert experts is not None
+    _, weights = choose_experts(logits, experts.routing, bias)
+    assert exact.sum(1).max() < 0.99 * experts.routing.factor  # far from the sum of high scores
+    assert torch.allclose(weights.sort().values, exact.sort().values)
 
 
 def test_a_rope_scaling_replaces_all_that_a_family_has_by_default() -> None:

@@ -17,11 +17,11 @@ class Routing(NamedTuple):
 
     With the score "softmax_of_best" or "sigmoid_of_best", experts are chosen by their logits, and
     the softmax or sigmoid is computed from the logits of the chosen experts only.
-    With `renormalize`, the weights of a token's experts are divided by their sum. Then the weights
-    are multiplied by `factor`. The weights multiply the outputs of the experts or, with
-    `scales_inputs`, their inputs (Llama 4). The experts form `groups` groups of equal size, and
-    only the best `top_groups` of these groups are considered. A group is rated by the sum of its
-    two best scores ("two_best"), or by its best score ("best").
+    With `renormalize`, the weights of a token's experts are divided by their sum plus `sum_eps`.
+    Then the weights are multiplied by `factor`. The weights multiply the outputs of the experts or,
+    with `scales_inputs`, their inputs (Llama 4). The experts form `groups` groups of equal size,
+    and only the best `top_groups` of these groups are considered. A group is rated by the sum of
+    its two best scores ("two_best"), or by its best score ("best").
     """
 
     per_token: int
@@ -32,6 +32,7 @@ class Routing(NamedTuple):
     top_groups: int = 1
     group_score: Literal["two_best", "best"] = "two_best"
     scales_inputs: bool = False
+    sum_eps: float = 1e-20
 
 
 def choose_experts(
@@ -63,7 +64,7 @@ def choose_experts(
     elif routing.score == "sigmoid_of_best":
         weights = sigmoid(weights)
     if routing.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + routing.sum_eps)
     return chosen, weights * routing.factor
 
 

@@ -42,7 +42,6 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 SCORES: Mapping[Score, int] = {name: kind for kind, name in enumerate(get_args(Score))}
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_BEST, _SIGMOID_OF_BEST = range(4)  # as `Score` lists them
 _INFINITY = np.float32(np.inf)
-_SUM_EPS = np.float32(1e-20)
 SCRATCH_ROWS = 3  # per thread: scores, scores for ranking, and qualities of groups
 
 
@@ -69,7 +68,7 @@ class RoutingTask(ctypes.Structure):
         "num_tokens logits x rows choices places weights starts lists zeros scratch"
         " correction factors bounds num_experts count first per_token width num_lists num_zeros"
         " score groups top_groups two_best renormalize scales_inputs logits_dtype dtype",
-        "factor",
+        "factor sum_eps",
     )
 
 
@@ -184,7 +183,7 @@ def _weigh(t: Any, scores: int, choices: int, weights: int) -> None:
         total = ZERO
         for number in range(count):
             total += get(weights, number)
-        by = ONE / (total + _SUM_EPS)
+        by = ONE / (total + np.float32(t.sum_eps))
     for number in range(count):
         value = get(weights, number) * by * np.float32(t.factor)
         if t.factors:

@@ -162,6 +162,7 @@ def experts_of(
     per_token: str = "num_experts_per_tok",
     score: Score = "softmax",
     renormalize: bool | str = "norm_topk_prob",
+    sum_eps: float = 1e-20,
     correction: bool | str = False,
     group_score: Literal["two_best", "best"] = "two_best",
     shared: str | None = None,
@@ -187,11 +188,6 @@ def experts_of(
         each, most = fields.size(width), fields.size(per_token)
         if most > number:
             raise fields.error(per_token, f"must be at most {fields.as_given(count)}")
-        shared_width = 0
-        if shared is not None and fields.get(shared) is not None:
-            shared_width = fields.count(shared)
-        elif num_shared is not None and fields.get(num_shared) is not None:
-            shared_width = each * fields.count(num_shared)
         groups, top_groups = _groups(fields, count, per_token)
         routing = Routing(
             per_token=most,
@@ -202,12 +198,13 @@ def experts_of(
             top_groups=top_groups,
             group_score=group_score,
             scales_inputs=score == "sigmoid_of_best",  # Llama 4
+            sum_eps=sum_eps,
         )
         experts = Experts(
             number,
             routing,
             correction=fields.decided(correction),
-            shared_width=shared_width,
+            shared_width=_shared_width(fields, shared, num_shared, each),
             shared_gate=shared_gate,
             router_bias=router_bias,
             bias=bias,
@@ -215,6 +212,14 @@ def experts_of(
         return experts, each
 
     return read
+
+
+def _shared_width(fields: Fields, shared: str | None, num_shared: str | None, each: int) -> int:
+    if shared is not None and fields.get(shared) is not None:
+        return fields.count(shared)
+    if num_shared is not None and fields.get(num_shared) is not None:
+        return each * fields.count(num_shared)
+    return 0
 
 
 def _further(fields: Fields) -> Iterator[str]:

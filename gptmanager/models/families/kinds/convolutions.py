@@ -143,6 +143,7 @@ CONVOLUTIONS: Mapping[str, Family] = {
         experts=experts_of(
             "num_experts",
             score="sigmoid",
+            sum_eps=1e-6,
             correction="use_expert_bias",
             is_dense=readers.first_layers_dense,
         ),
