@@ -97,10 +97,7 @@ def _add_model_options(add: _Add) -> None:
     add("--max-beam-width", default=1, help=text, **_NUMBER)
     text = "draft up to N tokens of a request in a step, by prompt lookup (default: no drafts)"
     add("--prompt-lookup", help=text, **_NUMBER)
-    text = (
-        "compute a common beginning of prompts once (default: on; off with --batching v1, and for "
-        "models that keep a state)"
-    )
+    text = "compute a common beginning of prompts once (default: on; off with --batching v1)"
     add("--block-reuse", action=argparse.BooleanOptionalAction, help=text)
     text = "bytes of CPU memory for blocks that the KV cache evicts (default 0)"
     add("--host-tier-bytes", type=natural, metavar="N", help=text)

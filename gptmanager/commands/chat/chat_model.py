@@ -171,7 +171,7 @@ def for_chats(given: ManagerOptions) -> ManagerOptions:
     """Return the options with block reuse and chunked context, unless the model type is V1.
 
     Block reuse keeps the KV cache of earlier messages. With chunked context, a prompt may be as
-    long as the model's context. Models that keep a state for each sequence have no block reuse.
+    long as the model's context.
     """
     is_v1 = given.model_type is ModelType.V1  # supports neither
     cache = replace(given.params.kv_cache_config, enable_block_reuse=False if is_v1 else None)
