@@ -124,7 +124,7 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "granitemoehybrid": {
         **{**_TOP2, **_LOCAL, **_GRANITE, "layer_types": ["mamba", "attention"] * 2},
         **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 24, "mamba_n_groups": 2},
-        **{"shared_intermediate_size": 48, "mamba_proj_bias": True},
+        **{"shared_intermediate_size": 48, "mamba_proj_bias": True, "mamba_chunk_size": 16},
     },
     "cohere": {**BASE, "use_qk_norm": True, "tie_word_embeddings": True},
     "cohere2": {**BASE, **_EVERY_SECOND, "logit_scale": 0.3},
@@ -224,7 +224,7 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_LINEAR, **_MOE, **_FOUR, "shared_expert_intermediate_size": 32},
     "bamba": {
         **{**BASE, "attn_layer_indices": [1, 3], "attention_bias": True, "mlp_bias": True},
-        **{"mamba_n_heads": 4, "mamba_d_state": 24, "mamba_n_groups": 2},
+        **{"mamba_n_heads": 4, "mamba_d_state": 24, "mamba_n_groups": 2, "mamba_chunk_size": 16},
     },
     "lfm2": {**_SHORT, "conv_bias": True, "block_multiple_of": 32},
     "lfm2_moe": {**_SHORT, **_MOE, **_FOUR, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
