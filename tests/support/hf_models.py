@@ -141,6 +141,12 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "diffllama": {},
     "nanochat": {},
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
+    "nemotron_h": {
+        **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"]},
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16},
+        **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48},
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"] * 2},
     "mixtral": {**_EXPERTS, "sliding_window": None},
@@ -190,6 +196,8 @@ _NO_ATTENTION = "do not call the attention interface: they may have a state"
 REFUSED = {
     "bloom": "its forward takes no position_ids",
     "bamba": f"layers 0, 2 {_NO_ATTENTION}",
+    "falcon_h1": "tokens change each other outside of attention: a layer may have a state",
+    "nemotron_h": f"layers 0, 1, 3 {_NO_ATTENTION}",
     "falcon": "its layers do not call the attention interface",
     "gptj": "its layers do not call the attention interface",
     "diffllama": "a layer calls the attention interface twice",
