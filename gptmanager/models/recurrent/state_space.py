@@ -1,4 +1,4 @@
-"""`StateSpace`: Mamba-2 (Granite 4.0-H)."""
+"""`StateSpace`: Mamba-2 (Granite 4.0-H, Bamba)."""
 
 from __future__ import annotations
 
