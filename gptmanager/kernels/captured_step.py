@@ -89,14 +89,22 @@ class _Capture(TorchOperations):  # type: ignore[no-untyped-call]
         self.scratch = memory.scratch
         self._memory = memory
 
-    def see(self, function: Any, result: Any) -> Any:
+    def see(self, function: Any, args: Sequence[Any], result: Any) -> Any:
         if function in _NEW and result.is_contiguous():
             return self._memory.tensor(result)
-        self.is_whole &= function.is_view
+        self.is_whole &= function.is_view and not _is_copied(args, result)
         return result
 
     def add(self, body: int, task: ctypes.Structure, size: int) -> None:
         self.tasks.append((body, task, size))
+
+
+def _is_copied(args: Sequence[Any], result: Any) -> bool:
+    """Return whether an op that may return a view has made a copy, as `contiguous` and `to` may."""
+    if not isinstance(result, Tensor):
+        return False
+    own = result.untyped_storage().data_ptr()
+    return all(own != it.untyped_storage().data_ptr() for it in args if isinstance(it, Tensor))
 
 
 class _CapturedStep:

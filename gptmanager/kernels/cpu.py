@@ -254,6 +254,39 @@ class CpuKernels(CpuExperts):
             return super().scaled(x, factor, softcap)
         return self._activate(x, x.shape[-1], False, per_token_kernels.SCALE, factor, softcap)
 
+    def gated(self, x: Tensor, gates: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            return super().gated(x, gates)
+        is_whole = gates.shape[1] == x.shape[1]
+        kind = per_token_kernels.GATE if is_whole else per_token_kernels.TOKEN_GATE
+        own, other = alike(x, gates, strided=True)
+        result: Tensor = own.new_empty(x.shape)
+        self._pair(own, other, result, kind)
+        return result if result.dtype is x.dtype else result.to(x.dtype)
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        is_plain = total.dtype in DTYPES and total.is_contiguous()
+        if not is_plain or x.dtype is not total.dtype:
+            super().add_to(total, x)
+            return
+        (x,) = alike(x, strided=True)
+        self._pair(total, x, total, per_token_kernels.ADD)
+
+    def _pair(self, own: Tensor, other: Tensor, result: Tensor, kind: int) -> None:
+        """Run `activate` on two matrices with a row for each token."""
+        task = ActivationTask(
+            x=own.data_ptr(),
+            factor=other.data_ptr(),
+            result=result.data_ptr(),
+            num_tokens=len(own),
+            width=own.shape[1],
+            stride=own.stride(0),
+            factor_stride=other.stride(0),
+            kind=kind,
+            dtype=DTYPES[own.dtype],
+        )
+        self._run(per_token_kernels.activate, task, result.numel())
+
     def _activate(
         self, x: Tensor, width: int, gated: bool, kind: int, scale: float = 1.0, cap: float = 0.0
     ) -> Tensor:
@@ -268,6 +301,7 @@ class CpuKernels(CpuExperts):
             num_tokens=result.numel() // width if width else 0,
             width=width,
             stride=x.shape[-1],
+            factor_stride=x.shape[-1],
             kind=kind,
             dtype=DTYPES[own.dtype],
             scale=scale,
@@ -295,14 +329,14 @@ class CpuKernels(CpuExperts):
         num_kv_heads, head_dim = pages.keys.shape[1:3]
         num_tokens, kinds = qkv.shape[0], 1 if pages.is_once else 2
         num_heads = qkv.shape[1] // head_dim - kinds * num_kv_heads
-        qkv, q_norm, k_norm = alike(qkv, q_norm, k_norm)
+        qkv, q_norm, k_norm = alike(qkv, q_norm, k_norm, strided=True)
         q = pages.values.new_empty(num_tokens, num_heads, head_dim)
         rotated = torch.empty(num_tokens, head_dim, dtype=torch.float32)
         task = on_pages(RopeTask, pages)
         if pages.is_once:
             task.values = 0
         give_rows(task, rows)
-        task.qkv, task.dtype = qkv.data_ptr(), DTYPES[qkv.dtype]
+        task.qkv, task.stride, task.dtype = qkv.data_ptr(), qkv.stride(0), DTYPES[qkv.dtype]
         task.q, task.rotated = q.data_ptr(), rotated.data_ptr()
         task.positions = address_of(positions, torch.int64)
         if cos_sin is not None:

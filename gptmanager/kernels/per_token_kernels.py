@@ -40,7 +40,8 @@ LOG2_E = np.float32(1.4426950408889634)
 MINUS_LOG2_E = -LOG2_E
 KINDS: Mapping[Activation, int] = {name: kind for kind, name in enumerate(get_args(Activation))}
 SILU, GELU_ERF, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU = range(6)  # as `Activation` lists them
-SCALE = 6  # the kind of `CpuKernels.scaled`, which is not an `Activation`
+# kinds of other ops: `scaled`, `gated` with a gate for each element or each token, and `add_to`
+SCALE, GATE, TOKEN_GATE, ADD = range(6, 10)
 # GELU with tanh is x * logistic(TANH_LINEAR * x + TANH_CUBIC * x^3). TANH_LINEAR is
 # 2 * sqrt(2 / pi), and TANH_CUBIC is 0.044715 times this number.
 TANH_LINEAR, TANH_CUBIC = np.float32(1.5957691216057308), np.float32(0.07135481282565715)
@@ -56,6 +57,7 @@ class RopeTask(ctypes.Structure):
     """Addresses, sizes, and dtypes. The address of a missing tensor is 0.
 
     `dtype` is the dtype of `qkv` and the norms, `page_dtype` the dtype of the pages and `q`.
+    Tokens are `stride` elements apart in `qkv`.
     `rotated` is memory for one head of each token, float32 `[num_tokens, head_dim]`. With
     `token_major`, keys have the layout of values in a page. If `values` is 0, the keys are also the
     values, and `qkv` has no values.
@@ -64,7 +66,7 @@ class RopeTask(ctypes.Structure):
     _fields_ = task_fields(
         "qkv q rotated keys values positions cos_sin q_norm k_norm row_starts kv_lengths slots"
         " block_tables num_tokens table_width num_heads num_kv_heads head_dim rotary_dim"
-        " tokens_per_block block_stride token_major dtype page_dtype norm_last",
+        " tokens_per_block block_stride token_major dtype page_dtype norm_last stride",
         "eps norm_plus",
     )
 
@@ -84,11 +86,14 @@ class NormTask(ctypes.Structure):
 class ActivationTask(ctypes.Structure):
     """Addresses and sizes. `factor` has the elements that multiply the activation of `x`.
 
-    Without a gate, `factor` is 0. Tokens are `stride` elements apart in `x` and `factor`, and
-    `width` elements apart in `result`. `scale` and `cap` are for the kind SCALE.
+    Without a gate, `factor` is 0. For the kind ADD, `factor` has the elements to add. Tokens are
+    `stride` elements apart in `x`, `factor_stride` in `factor`, and `width` in `result`. `scale`
+    and `cap` are for the kind SCALE.
     """
 
-    _fields_ = task_fields("x factor result num_tokens width stride kind dtype", "scale cap")
+    _fields_ = task_fields(
+        "x factor result num_tokens width stride factor_stride kind dtype", "scale cap"
+    )
 
 
 class ConversionTask(ctypes.Structure):
@@ -157,15 +162,14 @@ def _write_token(t: Any, token: int, block: int, offset: int) -> None:
     cos_sin = 0
     if t.cos_sin:
         cos_sin = t.cos_sin + 4 * get_long(t.positions, token) * t.rotary_dim
-    kinds = 2 if t.values else 1
-    first, rotated = token * (heads + kinds * kv_heads), t.rotated + 4 * token * dim
+    first, rotated = token * t.stride, t.rotated + 4 * token * dim
     for head in range(heads):
-        _rotate_head(t, (first + head) * dim, rotated, t.q_norm, cos_sin)
+        _rotate_head(t, first + head * dim, rotated, t.q_norm, cos_sin)
         for d in range(0, dim, LANES):
             item = load_part(rotated, d, dim - d)
             store_as(t.page_dtype, t.q, (token * heads + head) * dim + d, item, dim - d)
     for kv_head in range(kv_heads):
-        key = (first + heads + kv_head) * dim
+        key = first + (heads + kv_head) * dim
         value = key + kv_heads * dim
         page = block * t.block_stride + kv_head * dim * size
         to, keys = page + offset * dim, t.keys
@@ -335,22 +339,31 @@ def _scaled(t: Any, x: Any) -> Any:
 
 
 def activate(address: int) -> None:
-    """Compute the activation of `x`, times `factor` if there is one. The kind SCALE scales `x`."""
+    """Compute the activation of `x`, times `factor` if there is one, or another op by its kind."""
     t = task_at(address, ACTIVATION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for token in share_of(t, part):
-            start = token * t.stride
+            start, other = token * t.stride, token * t.factor_stride
+            gate = splat(ZERO)
+            if t.kind == TOKEN_GATE:
+                gate = logistic(splat(sum_lanes(load_as(t.dtype, t.factor, other, 1))))
             for i in range(0, t.width, LANES):
                 value = load_as(t.dtype, t.x, start + i, t.width - i)
+                factor = splat(ONE)
+                if t.factor and t.kind != TOKEN_GATE:
+                    factor = load_as(t.dtype, t.factor, other + i, t.width - i)
                 if t.kind == SCALE:
                     value = _scaled(t, value)
                 elif t.kind == CLAMPED_SWIGLU:
-                    up = load_as(t.dtype, t.factor, start + i, t.width - i)
-                    value = _clamped_swiglu(value, up)
+                    value = _clamped_swiglu(value, factor)
+                elif t.kind == GATE:
+                    value = value * logistic(factor)
+                elif t.kind == TOKEN_GATE:
+                    value = value * gate
+                elif t.kind == ADD:
+                    value = value + factor
                 else:
-                    value = _activated(t, value)
-                    if t.factor:
-                        value = value * load_as(t.dtype, t.factor, start + i, t.width - i)
+                    value = _activated(t, value) * factor
                 store_as(t.dtype, t.result, token * t.width + i, value, t.width - i)
         part = claim(address, NEXT_PART)

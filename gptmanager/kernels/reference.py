@@ -84,10 +84,7 @@ class Kernels(RecurrentOps, MixtureOps):
         """Compile or load what the first step with an adapter needs; may run in any thread."""
 
     def warm_up_layers(self, recurrent: Collection[str], has_experts: bool) -> None:
-        """Compile or load what the first step needs for recurrent layers, or for experts.
-
-        `recurrent`: names of the kinds of recurrent layers, which `models/recurrent` has.
-        """
+        """Compile or load the ops of experts, and of the kinds `recurrent` of recurrent layers."""
 
     def check_routing(self, num_experts: int, routing: Routing) -> None:
         """Raise ConfigError for more experts than the kernels support, in all or per token."""
@@ -209,6 +206,10 @@ class Kernels(RecurrentOps, MixtureOps):
     def add_embedding(self, embedded: Tensor, ids: Tensor, table: Tensor) -> None:
         """`embedded [T, C] += embedding(ids, table)`, in place."""
         embedded += self.embedding(ids, table)
+
+    def add_to(self, total: Tensor, x: Tensor) -> None:
+        """`total [T, C] += x [T, C]`, in place."""
+        total += x
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight [C]` over the last dimension, in x's dtype.

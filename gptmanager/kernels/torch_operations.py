@@ -16,8 +16,8 @@ class TorchOperations(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
 
     @abstractmethod
-    def see(self, function: Any, result: Any) -> Any:
-        """Return the value that replaces the `result` of `function`, which is an `OpOverload`."""
+    def see(self, function: Any, args: Sequence[Any], result: Any) -> Any:
+        """Return the value that replaces the `result` of `function(*args)`, an `OpOverload`."""
 
 
 def _run(
@@ -27,7 +27,7 @@ def _run(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    return self.see(function, function(*args, **(kwargs or {})))
+    return self.see(function, args, function(*args, **(kwargs or {})))
 
 
 # Assigned after the class: torch wraps a `__torch_dispatch__` that the class body defines, and the

@@ -296,7 +296,7 @@ def test_a_grammar_without_an_answer_is_tried_again(tokenizer, monkeypatch, faul
 
 def test_an_interpreter_that_ends_at_once_is_told(tokenizer, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(NotStartedError, match="no process can be started: it takes more than"):
+    with pytest.raises(NotStartedError, match="no process can be started: it ended with status 1"):
         GrammarTrials(tokenizer.to_str(), [0], 1.0).run(GrammarSource("regex", "a"))
 
 

@@ -80,9 +80,12 @@ def test_every_family_has_the_bits_of_steps_op_by_op(
 
 @needs_packing
 @pytest.mark.parametrize("weights", [None, "int8"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
-@pytest.mark.every(2)
-def test_experts_are_chosen_anew_in_each_recorded_step(
+@pytest.mark.parametrize(
+    "name",
+    ["mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "glm4_moe", "qwen3_5_text", "olmo2", "phi"],
+)
+@pytest.mark.every(4)
+def test_experts_gates_and_sums_are_computed_anew_in_each_recorded_step(
     name: str, weights: Any, no_op_runs: Callable[[], None]
 ) -> None:
     model = load_model(family_folder(name), dtype="float32", weights_dtype=weights)
@@ -147,7 +150,18 @@ def test_another_table_of_angles_makes_recordings_stale() -> None:
     assert old is not None and new is not None and new is not old
 
 
-def test_what_torch_computes_or_a_subclass_may_do_is_never_recorded() -> None:
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: x * 2,
+        lambda x: x[:, 16:].contiguous(),
+        lambda x: x.t().flatten(),
+        lambda x: x.to(torch.bfloat16),
+    ],
+)
+def test_what_torch_computes_or_a_subclass_may_do_is_never_recorded(
+    op: Callable[[Tensor], Tensor],
+) -> None:
     class Own(CpuKernels):
         pass
 
@@ -155,13 +169,14 @@ def test_what_torch_computes_or_a_subclass_may_do_is_never_recorded() -> None:
     capture = StepCapture(Team())
     kernels = CpuKernels()
     kernels._team = capture._team
-    weight = torch.ones(16)
 
+    @torch.inference_mode()
     def compute(inputs: Sequence[Tensor]) -> Tensor:
-        return kernels.rms_norm(inputs[0] * 2, weight, 1e-5)
+        own = op(inputs[0]).view(-1, 16)
+        return kernels.rms_norm(own, torch.ones(16, dtype=own.dtype), 1e-5)
 
     for seed in range(4):
-        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(2, 32, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(capture.run((x,), None, compute), compute((x,)))
     assert captured(capture) == [] and len(capture._known) == 1
 

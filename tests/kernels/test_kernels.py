@@ -237,7 +237,8 @@ def test_rope_and_write(kernels: Kernels, sizes: Sizes, rotary: int | None, norm
     arguments = rope_arguments(sizes, rotary, norms, [(1, 1), (65, 65), (0, 3), (7, 200), (1, 64)])
     qkv, positions, cos_sin, q_norm, k_norm, _, (keys, values, *_), spans = arguments
     before = qkv.clone()
-    q = kernels.rope_and_write(*arguments)
+    qkv = torch.cat((qkv, qkv[:, :3]), dim=1)[:, :-3]  # rows lie apart, as after gates
+    q = kernels.rope_and_write(qkv, *arguments[1:])
     heads = before.reshape(len(positions), -1, sizes.dim)
     parts = [sizes.heads, sizes.kv_heads, sizes.kv_heads]
     new_q, new_k, new_v = torch.split(heads, parts, dim=1)
@@ -324,6 +325,32 @@ def test_activations(kernels: Kernels, tokens: int, width: int) -> None:
         close(kernels.gelu(gate_up, kind), expected)
 
 
+@both_kernels
+@pytest.mark.parametrize("width", [1, 16, WIDTH])
+@pytest.mark.parametrize("tokens", [0, 1, 65])
+def test_gates_and_sums_of_rows_that_lie_apart(kernels: Kernels, tokens: int, width: int) -> None:
+    both = randn(tokens, 2 * width + 1) * 4
+    x, gates, gate = both[:, :width], both[:, width:-1], both[:, -1:]
+    close(kernels.gated(x, gates), x.double() * gates.double().sigmoid())
+    close(kernels.gated(x, gate), x.double() * gate.double().sigmoid())
+    total = x.clone(memory_format=torch.contiguous_format)
+    kernels.add_to(total, gates)
+    assert torch.equal(total, x + gates)
+    kernels.add_to(total[:, ::2], x[:, ::2])
+    assert torch.equal(total[:, ::2], x[:, ::2] + gates[:, ::2] + x[:, ::2])
+
+
+@both_kernels
+@pytest.mark.parametrize("width", [1, 40])
+def test_a_gate_that_is_not_a_number_makes_its_rows_so(kernels: Kernels, width: int) -> None:
+    gates = torch.zeros(3, width)
+    gates[1] = torch.nan
+    gates[2] = -torch.inf
+    result = kernels.gated(torch.ones(3, 40), gates)
+    assert torch.equal(result[::2], torch.tensor([[0.5], [0.0]]).expand(2, 40))
+    assert result[1].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "relu2"])
 def test_activations_of_every_value(name: Activation, dtype: torch.dtype) -> None:
@@ -359,6 +386,8 @@ OPS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     ),
     "silu_mul": lambda x, dtype: CPU.silu_mul(torch.cat([x, x.flip(1)], dim=1)),
     "gelu": lambda x, dtype: CPU.gelu(x),
+    "gated": lambda x, dtype: CPU.gated(x, x.flip(1)),
+    "gated_tokens": lambda x, dtype: CPU.gated(x, x[:, 5:6]),
     "gelu_tanh": lambda x, dtype: CPU.gelu(x, "tanh"),
     "linear": lambda x, dtype: CpuKernels(deterministic=True).linear(
         x, randn(100, WIDTH).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,15 +17,16 @@ def test_operations_are_told_and_their_results_may_be_others() -> None:
     class Doubled(TorchOperations):
         seen: tuple[Any, ...] = ()
 
-        def see(self, function: Any, result: Any) -> Any:
-            self.seen += (function,)
+        def see(self, function: Any, args: Sequence[Any], result: Any) -> Any:
+            self.seen += (function, *args)
             return result * 2
 
     x = torch.ones(3)
     with Doubled() as doubled:
         result = x.add(x, alpha=3)
     assert torch.equal(result, torch.full((3,), 8.0)) and torch.equal(x + x, 2 * x)
-    assert doubled.seen == (torch.ops.aten.add.Tensor,)
+    assert doubled.seen[0] is torch.ops.aten.add.Tensor
+    assert doubled.seen[1] is x and doubled.seen[2] is x and len(doubled.seen) == 3
 
 
 def test_the_first_operation_on_another_stream_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ them after tokens were sampled, but in most runs neither happens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class _Operations(TorchOperations):  # type: ignore[no-untyped-call]
         self._own = own
         self.elsewhere = ""
 
-    def see(self, function: Any, result: Any) -> Any:
+    def see(self, function: Any, args: Sequence[Any], result: Any) -> Any:
         if not self.elsewhere and torch.cuda.current_stream(self._device).cuda_stream != self._own:
             self.elsewhere = str(function)
         return result

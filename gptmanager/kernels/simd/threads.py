@@ -72,10 +72,11 @@ def check_layout(tensor: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"expected a contiguous {dtype} tensor, got a {layout} {tensor.dtype} one")
 
 
-def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+def alike(x: Tensor, *others: Tensor | None, strided: bool = False) -> tuple[Any, ...]:
     """Return the tensors, made contiguous and of one dtype in `DTYPES`; None stays None.
 
-    The tensors become float32 if their dtypes differ or are not in `DTYPES`.
+    The tensors become float32 if their dtypes differ or are not in `DTYPES`. If `strided`, rows of
+    matrices may be further apart than their length, as in a slice of columns.
     """
     dtype = x.dtype
     for other in others:
@@ -85,10 +86,14 @@ def alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
         dtype = torch.float32
     return tuple(
         it
-        if it is None or (it.dtype is dtype and it.is_contiguous())
+        if it is None or (it.dtype is dtype and (it.is_contiguous() or (strided and _has_rows(it))))
         else it.to(dtype).contiguous()
         for it in (x, *others)
     )
+
+
+def _has_rows(x: Tensor) -> bool:
+    return x.dim() == 2 and x.stride(1) == 1
 
 
 def end_threads_of_caller() -> None:

@@ -24,7 +24,8 @@ def mix_experts(
         return mixed
     if own.shared_gate is not None:
         shared = kernels.gated(shared, kernels.linear(hidden, own.shared_gate))
-    return mixed + shared
+    kernels.add_to(mixed, shared)
+    return mixed
 
 
 def mix_apart(
@@ -46,4 +47,5 @@ def mix_apart(
     rows = kernels.rms_norm(residual, norms.experts, eps)
     mixed = kernels.experts(rows, logits, own.correction, own.routing, own.experts)
     mixed = kernels.rms_norm(sum_of_ranks(mixed), norms.experts_out, eps)
-    return mixed + kernels.rms_norm(shared, norms.shared_out, eps)
+    kernels.add_to(mixed, kernels.rms_norm(shared, norms.shared_out, eps))
+    return mixed

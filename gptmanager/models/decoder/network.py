@@ -330,7 +330,7 @@ class CheckpointModel:
         if self.spec.parallel:
             if layer.mlp_norm is not None:
                 hidden = self._norm(residual, layer.mlp_norm)
-            out += self._mlp(layer, layer.mlp, hidden, adapters)
+            self._kernels.add_to(out, self._mlp(layer, layer.mlp, hidden, adapters))
             return self._join(self._sum(out), residual, None, layer.next_norm)
         hidden = self._join(self._sum(out), residual, layer.attention_out_norm, layer.mlp_norm)
         own = layer.mlp
@@ -391,7 +391,7 @@ class CheckpointModel:
         if self.spec.residual_scale != 1.0:
             out = self._kernels.scaled(out, self.spec.residual_scale)
         if following is None:
-            residual += out
+            self._kernels.add_to(residual, out)
             return residual
         if norms.kind == "rms":
             weight = following.weight
