@@ -73,7 +73,7 @@ def variant(
     )
     same = blueprint.scheduler.capacity_scheduler_policy is policy
     if same and machine == Machine():
-        return dataclasses.replace(blueprint, scheduler=scheduler)
+        return dataclasses.replace(blueprint, scheduler=scheduler, custom_scheduler="")
     sizes = blueprint.sizes
     kv_cache = dataclasses.replace(
         blueprint.params.kv_cache_config, max_tokens=sizes.num_blocks * sizes.tokens_per_block

@@ -293,5 +293,9 @@ def test_a_recording_with_snapshots_replays(tmp_path: Path) -> None:
     assert any(it.state_loads for it in schedules) and any(it.state_saves for it in schedules)
     report = replay(recording)
     assert report.divergence is None and report.compared == len(recording.iterations)
-    simulated = variant(recording.header.blueprint, NO_EVICT).sizes
+    blueprint = recording.header.blueprint
+    simulated = variant(blueprint, NO_EVICT).sizes
     assert simulated.has_states and simulated.num_snapshots == REUSE["state_snapshots"]
+    own = replace(blueprint, custom_scheduler="Own")  # whose contexts are not cut
+    policy = blueprint.scheduler.capacity_scheduler_policy
+    assert variant(own, policy) == variant(blueprint, policy)
