@@ -74,6 +74,8 @@ def pytest_collection_modifyitems(config, items):
     `make marathon`, `make mutants` and a call that names a test run all of them. The name of the
     test decides the first case, so that tests of one table run different cases.
     """
+    # the names of tests must be the same in all workers, so they must not contain addresses
+    assert not [item.nodeid for item in items if " at 0x" in item.nodeid]
     if _WORKER:  # all workers must have the same order
         items.sort(key=lambda item: item.path.parts)
     if ALL_CASES or any("::" in argument for argument in config.args):

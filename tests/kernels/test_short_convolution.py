@@ -80,7 +80,7 @@ class Case:
         (CpuKernels(), torch.float32, 2e-6),
         (CpuKernels(), torch.bfloat16, 2**-8),
     ],
-    ids=str,
+    ids=["torch-float64", "torch-bfloat16", "cpu-float32", "cpu-bfloat16"],
 )
 def test_a_convolution_is_that_of_torch(
     kernels: Kernels, dtype: torch.dtype, error: float, width: int, biased: bool
@@ -91,7 +91,7 @@ def test_a_convolution_is_that_of_torch(
         assert torch.allclose(found.double(), right, rtol=error, atol=error)
 
 
-@pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=str)
+@pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_token_has_its_bits_in_any_chunk(kernels: Kernels, dtype: torch.dtype) -> None:
     case = Case(3, False, dtype)
