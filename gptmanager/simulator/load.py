@@ -293,7 +293,8 @@ class RecordedLoad:
                     self._beams[number].setdefault(start, candidates)
                     continue
                 for offset, token in enumerate(tokens.tolist()):
-                    output.setdefault(start + offset, token)
+                    if token >= 0:  # otherwise it is a fault, and no simulated step fails
+                        output.setdefault(start + offset, token)
 
 
 def request_steps(schedule: Schedule) -> int:

@@ -40,7 +40,7 @@ from gptmanager.simulator.cost_model import CostModel, fit, quantities
 from gptmanager.simulator.load import RecordedLoad, SyntheticLoad
 from gptmanager.simulator.report import figures_table, plain
 from gptmanager.statistics import DraftCounts
-from gptmanager.step import BeamCandidates, Intake, Row, Schedule, StepResult
+from gptmanager.step import NOT_FINITE, BeamCandidates, Intake, Row, Schedule, StepResult
 from gptmanager.terminal.tables import lines
 from gptmanager.testing import ScriptedModel
 
@@ -140,6 +140,18 @@ def test_a_recorded_v1_run_is_simulated_as_one_and_under_other_policies(tmp_path
     smaller = variant(blueprint, static, Machine(max_batch_size=2))
     assert smaller.model_type is ModelType.V1
     assert replay(recorded).divergence is None
+
+
+def test_a_request_that_ended_with_nan_is_simulated_to_its_end(tmp_path):
+    recorded = record(tmp_path / "r.jsonl", ScheduledHost([[request(0, 3, 4)]]))
+    turns = list(recorded.iterations)
+    last = next(n for n in reversed(range(len(turns))) if turns[n].result is not None)
+    tokens = np.full((1, 1), NOT_FINITE, dtype=np.int32)
+    result = dataclasses.replace(turns[last].result, tokens=tokens)
+    turns[last] = dataclasses.replace(turns[last], result=result)
+    load = RecordedLoad(Recording(recorded.header, tuple(turns)), "iterations")
+    figures = simulate(recorded.header.blueprint, load, CostModel())
+    assert (figures.requests, figures.iterations) == (1, 4)
 
 
 def searched():
