@@ -190,14 +190,17 @@ def test_the_command_prints_json(capsys):
     [
         (["--shape", "large"], "argument --shape: invalid choice: 'large'"),
         (["--model", ".", "--shape", "small"], "--shape: not allowed with argument --model"),
-        (["--prompt-len", "5:x"], "argument --prompt-len: must be a positive integer, got 'x'"),
+        (
+            ["--prompt-len", "5:x"],
+            "argument --prompt-len: must be LOW:HIGH, or one number, got '5:x'",
+        ),
         (["--prompt-len", "0:3"], "argument --prompt-len: must be a positive integer, got '0'"),
         (
             ["--output-len", "9:3"],
             "argument --output-len: must be LOW:HIGH with LOW at most HIGH, got '9:3'",
         ),
-        (["--output-len", ""], "argument --output-len: must be a positive integer, got ''"),
-        (["--output-len", "1:2:3"], "argument --output-len: must be a positive integer, got '2:3'"),
+        (["--output-len", ""], "argument --output-len: must be LOW:HIGH, or one number, got ''"),
+        (["--output-len", "1:2:3"], "must be LOW:HIGH, or one number, got '1:2:3'"),
         (["--repeats", "0"], "argument --repeats: must be a positive integer, got '0'"),
         (["--num-requests", "-1"], "argument --num-requests: must be a positive integer, got '-1'"),
         (["--peer", "vllm"], "argument --peer: invalid choice: 'vllm' (choose from"),

@@ -234,7 +234,9 @@ def test_states_leave_the_rest_of_the_memory(caplog):
     spec = SimpleNamespace(states=[StateShape((1 << 15,)), StateShape((1 << 15,), torch.float16)])
     needed = 8 * (4 + 2 << 15)
     params = OptionalParams(max_batch_size=4, run_ahead=1)
-    assert without_states(MemoryBudget(needed + 1), spec, params).free_bytes == 1
-    assert "a state of 196608 bytes for each sequence: 1.50 MiB for 8 sequences" in caplog.text
+    left, num_snapshots = without_states(MemoryBudget(needed + 1), spec, params)
+    assert (left.free_bytes, num_snapshots) == (1, 0)
+    size = "a state of 196608 bytes for each sequence: 1.50 MiB for 8 sequences and 0 snapshots"
+    assert size in caplog.text
     with pytest.raises(ConfigError, match=f"= 4: the states of 8 sequences need {needed} bytes"):
         without_states(MemoryBudget(needed), spec, params)
