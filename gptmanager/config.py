@@ -92,7 +92,7 @@ class KvCacheConfig:
 
     `enable_block_reuse`: None means True, unless the batching is V1, or the model keeps a recurrent
     state for each sequence and `state_snapshots` is 0. `state_snapshots`: the number of copies of
-    such states that cached blocks may have; None means two for each running sequence, at least 8,
+    such states that cached blocks may have; None means two for each running sequence, at least 32,
     but at most a quarter of the free memory. `dtype`: the dtype of keys and values; None means the
     model's dtype. "fp8" stores 8-bit floats (e4m3) and uses the checkpoint's scales. "fp8" is
     rejected on the CPU.

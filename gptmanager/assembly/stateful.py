@@ -18,7 +18,7 @@ from gptmanager.models.model import Dimensions, state_shapes
 _MIB = 1 << 20
 # if state_snapshots is None: of the prompt and of the answer of each sequence, but at least some,
 # and at most this share of the memory that the states leave free
-_SNAPSHOTS_PER_SLOT, _FEWEST_SNAPSHOTS = 2, 8
+_SNAPSHOTS_PER_SLOT, _FEWEST_SNAPSHOTS = 2, 32
 _SNAPSHOT_SHARE = 0.25
 
 
