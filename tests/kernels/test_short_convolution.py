@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import pytest
 import torch
+from recurrent_rows import Steps, in_steps, spans
 from torch import Tensor
 
 from gptmanager.kernels import CpuKernels, Kernels
@@ -16,13 +14,6 @@ from gptmanager.kernels.recurrent.convolution import Filter
 LENGTHS, SLOTS, NUM_SLOTS = [5, 1, 40, 2], [3, 0, 5, 1], 6
 WHOLE = [list(enumerate(LENGTHS))]
 CHUNKS = [[(0, 2), (2, 7)], [(1, 1), (0, 3), (2, 1)], [(2, 32), (3, 1)], [(3, 1)]]
-Steps = Sequence[Sequence[tuple[int, int]]]
-
-
-def spans(counts: Sequence[int], slots: Sequence[int]) -> RowSpans:
-    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-    own = torch.tensor(slots, dtype=torch.int32)
-    return RowSpans(starts, starts[1:], own, own[:, None])
 
 
 class Case:
@@ -41,19 +32,11 @@ class Case:
     def run(self, kernels: Kernels, steps: Steps) -> list[Tensor]:
         """Run steps of (row, tokens); return the outputs of each row, and the last inputs."""
         state = self.inputs.clone()
-        firsts, done = [0, *accumulate(LENGTHS)], [0] * len(LENGTHS)
-        found: list[list[Tensor]] = [[] for _ in LENGTHS]
-        for step in steps:
-            places: list[int] = []
-            for row, count in step:
-                places += range(firsts[row] + done[row], firsts[row] + done[row] + count)
-                done[row] += count
-            counts = [count for _, count in step]
-            rows = spans(counts, [SLOTS[row] for row, _ in step])
-            out = kernels.short_convolution(self.projected[places], self.filter, state, rows)
-            for (row, _), piece in zip(step, out.split(counts), strict=True):
-                found[row].append(piece)
-        return [*map(torch.cat, found), state]
+
+        def compute(places: list[int], rows: RowSpans) -> Tensor:
+            return kernels.short_convolution(self.projected[places], self.filter, state, rows)
+
+        return [*in_steps(steps, compute, LENGTHS, SLOTS), state]
 
     def exact(self) -> list[Tensor]:
         """Return the same as `run`, by the convolution of torch, in float64."""
