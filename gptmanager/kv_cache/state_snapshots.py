@@ -32,8 +32,8 @@ class SnapshotPlan:
 
     `source`: the snapshot that its state begins with, or NO_SNAPSHOT. `stops`: positions at which
     a chunk of its context must end, so that the state there gets a snapshot. `latest`: the block of
-    its last snapshot while this block is not cached. The next snapshot of the sequence replaces
-    this one. NO_BLOCK if there is no such block.
+    its last snapshot while this block is not cached, otherwise NO_BLOCK. The next snapshot of the
+    sequence replaces this one.
     """
 
     source: int
