@@ -81,44 +81,28 @@ def span(text: str) -> tuple[int, int]:
 
 def seconds(text: str) -> float:
     """Read a time in seconds, from 0 to less than 3600."""
-    return _number(text, "a time in seconds below 3600", lambda value: 0 <= value < 3600)
+    return number(text, "a time in seconds below 3600", lambda value: 0 <= value < 3600)
 
 
 def journal_sync(text: str) -> float | str:
     """Read "always", "never", or a time in milliseconds, from 1 to 60000."""
     if text in ("always", "never"):
         return text
-    return _number(
+    return number(
         text, "always, never, or milliseconds from 1 to 60000", lambda value: 1 <= value <= 60e3
     )
 
 
 def minutes(text: str) -> float:
     """Read a time in minutes, above 0 and below 10000."""
-    return _number(
+    return number(
         text, "a time in minutes above 0 and below 10000", lambda value: 0 < value < 10000
     )
 
 
 def rate(text: str) -> float:
     """Read a finite number above 0."""
-    return _number(text, "a number above 0", lambda value: 0 < value < math.inf)
-
-
-def probability(text: str) -> float:
-    """Read a number from 0 to 1."""
-    return _number(text, "a number from 0 to 1", lambda value: 0 <= value <= 1)
-
-
-def penalty(text: str) -> float:
-    """Read a number that logits may be multiplied or divided by."""
-    return _number(text, "a number from 1e-30 to 1e30", lambda value: 1e-30 <= value <= 1e30)
-
-
-def temperature(text: str) -> float:
-    """Read 0, or a number that logits may be divided by."""
-    need = "0, or a number from 1e-30 to 1e30"
-    return _number(text, need, lambda value: value == 0 or 1e-30 <= value <= 1e30)
+    return number(text, "a number above 0", lambda value: 0 < value < math.inf)
 
 
 def _nonempty(argument: str) -> str:
@@ -127,7 +111,8 @@ def _nonempty(argument: str) -> str:
     return argument
 
 
-def _number(text: str, need: str, is_valid: Callable[[float], bool]) -> float:
+def number(text: str, need: str, is_valid: Callable[[float], bool]) -> float:
+    """Read a number for which `is_valid` is true. `need` describes such numbers in the error."""
     try:
         value = float(text)
     except ValueError:

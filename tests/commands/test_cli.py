@@ -371,6 +371,17 @@ def test_the_seed_is_that_of_requests_without_one(run, tmp_path):
     assert outputs[0] == outputs[1] != outputs[2]
 
 
+def test_sampling_options_are_for_the_lines_without_the_field(run, tmp_path):
+    fields = {"temperature": 2.0, "top_k": 40, "frequency_penalty": -1.5}
+    own = {"prompt": "Once", "random_seed": 3}
+    out = tmp_path / "out.jsonl"
+    given = {**own, **fields}, own, {**own, "temperature": 0, "top_k": None}
+    options = ["--temperature", "2", "--top-k", "40", "--frequency-penalty", "-1.5"]
+    assert run(*given, options=[*options, "--output", out]).code == 0
+    with_fields, with_options, greedy = (line["output_ids"] for line in read_lines(out))
+    assert with_fields == with_options != greedy
+
+
 # What is wrong with a call -----------------------------------------------------------------------
 
 
@@ -802,8 +813,10 @@ def test_no_file_is_written_over_another(call, model, tmp_path, monkeypatch, arg
         (["picture", "x", "--output", "x.png"], "--output: must end in .html or .svg, got 'x.png'"),
         (["picture", "x", "--output", "-"], "--output: must end in .html or .svg, got '-'"),
         (["chat", "--top-p", "2"], "--top-p: must be a number from 0 to 1, got '2'"),
-        (["chat", "--temperature", "1e39"], "--temperature: must be 0, or a number from 1e-30 to"),
-        (["chat", "--repetition-penalty", "0"], "must be a number from 1e-30 to 1e30, got '0'"),
+        (["chat", "--temperature", "1e39"], "--temperature: must be a number from 0 to 100, got"),
+        (["chat", "--repetition-penalty", "0"], "must be a number from 0.01 to 100, got '0'"),
+        (["run", "--top-k", "-2"], "--top-k: must be an integer from -1 to 2147483647, got '-2'"),
+        (["run", "--min-p", "nan"], "--min-p: must be a number from 0 to 1, got 'nan'"),
         (["chat", "--stop", ""], "--stop: must have at least one character"),
         (
             ["simulate", "--num-requests", "2", "--scheduler", "os:getcwd"],

@@ -45,7 +45,7 @@ def test_an_interrupt_of_a_run_leaves_no_lock_that_the_loop_needs(monkeypatch):
     for point in count(step=STRIDE):
         # Given the run of one request, When an interrupt comes at this point
         text = b'{"request_id": %d, "input_ids": [5]}' % point
-        lines = [*read_requests([text], None, max_new_tokens=2)]
+        lines = [*read_requests([text], None, defaults={"request_output_len": 2})]
         recorder.news.clear()
         view = ProgressDisplay(RedrawnLines(io.StringIO()))
         file, ended = io.BytesIO(), []

@@ -37,7 +37,7 @@ def ids(text):
 
 def read(*lines, tokenizer=TOKENIZER):
     encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-    return list(read_requests(encoded, tokenizer, max_new_tokens=5))
+    return list(read_requests(encoded, tokenizer, defaults={"request_output_len": 5}))
 
 
 def tensors(line):
@@ -149,7 +149,7 @@ def chats():
 
 def read_chat(messages, chats):
     lines = [json.dumps({"messages": messages}).encode()]
-    (line,) = read_requests(lines, TOKENIZER, max_new_tokens=5, chats=chats)
+    (line,) = read_requests(lines, TOKENIZER, defaults={"request_output_len": 5}, chats=chats)
     return line
 
 
@@ -352,9 +352,9 @@ def test_without_a_tokenizer_texts_are_refused():
 
 def test_a_file_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"--requests .*nowhere\.jsonl: No such file"):
-        read_file(str(tmp_path / "nowhere.jsonl"), None, max_new_tokens=1)
+        read_file(str(tmp_path / "nowhere.jsonl"), None, defaults={"request_output_len": 1})
     with pytest.raises(ConfigError, match="Is a directory"):
-        read_file(str(tmp_path), None, max_new_tokens=1)
+        read_file(str(tmp_path), None, defaults={"request_output_len": 1})
 
 
 def test_a_new_file_makes_its_folder_and_empties_what_was_there(tmp_path):
@@ -504,7 +504,9 @@ def test_lines_name_adapters_by_their_folders(tmp_path):
     ]
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    first, other, again, base, *wrong = read_file(str(path), None, max_new_tokens=5)
+    first, other, again, base, *wrong = read_file(
+        str(path), None, defaults={"request_output_len": 5}
+    )
 
     assert tensors(other)["lora_task_id"] == 7
     assert tensors(other)["lora_config"] == [[1, 0, 2]]
@@ -541,7 +543,7 @@ def test_adapters_in_lines_are_read_with_the_names_of_the_model(tmp_path):
     line = json.dumps({"input_ids": [1], "lora": str(folder)}).encode()
     names = {"any": None, "nemotron": model}
     found = {
-        name: next(read_requests([line], None, max_new_tokens=5, model=own))
+        name: next(read_requests([line], None, defaults={"request_output_len": 5}, model=own))
         for name, own in names.items()
     }
     modules = {name: tensors(it)["lora_config"][0][0] for name, it in found.items()}

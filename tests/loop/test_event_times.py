@@ -35,7 +35,7 @@ class Run:
     def __init__(self, monkeypatch, lines):
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        self.lines = [*lines, *read_requests(LINES, None, max_new_tokens=4)]
+        self.lines = [*lines, *read_requests(LINES, None, defaults={"request_output_len": 4})]
         self.pipe = io.StringIO()
         self.queue = RequestQueue()
         self.recorder = Recorder(self.queue, is_watched=True)
@@ -92,7 +92,7 @@ def test_events_carry_their_own_times(monkeypatch):
 
 def test_a_line_that_another_thread_refuses_carries_its_time(monkeypatch):
     """It is told among what happened meanwhile, in the order of the times."""
-    (wrong,) = read_requests([b"{}"], None, max_new_tokens=4)
+    (wrong,) = read_requests([b"{}"], None, defaults={"request_output_len": 4})
     slow = replace(wrong, number=9, request_id=77, error=None, build=lambda: None)
     run = Run(monkeypatch, [slow])
     built = iter([True])

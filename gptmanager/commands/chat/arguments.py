@@ -6,16 +6,13 @@ import argparse
 from typing import Any
 
 from gptmanager.terminal.arguments import (
-    natural,
     nonempty_text,
     path_argument,
-    penalty,
     positive,
-    probability,
-    temperature,
     text_argument,
 )
 from gptmanager.terminal.options import add_manager_options, add_model, add_parser
+from gptmanager.terminal.sampling import add_sampling
 
 _MOST_ANSWERS = 2  # answers that /fork generates at once
 _HELP = """\
@@ -76,14 +73,6 @@ def add_command(commands: Any) -> None:
     add("--enable-thinking", action=argparse.BooleanOptionalAction, help=text)
     text = "how much the model thinks, if its chat template has this choice: low, high, ..."
     add("--reasoning-effort", type=nonempty_text, metavar="LEVEL", help=text)
-    add = parser.add_argument_group("sampling", _SAMPLING).add_argument
-    add("--temperature", type=temperature, metavar="X", help="0: always the most likely token")
-    text = "sample from the N most likely tokens only; 0: from all"
-    add("--top-k", type=natural, metavar="N", help=text)
-    text = "sample only from the most likely tokens that together have this probability"
-    add("--top-p", type=probability, metavar="X", help=text)
-    text = "sample only from tokens with at least X times the probability of the most likely one"
-    add("--min-p", type=probability, metavar="X", help=text)
-    add("--repetition-penalty", type=penalty, metavar="X", help="above 1: fewer repetitions")
+    add_sampling(parser, _SAMPLING)
     add_manager_options(parser)
     parser.set_defaults(max_batch_size=_MOST_ANSWERS, announces_model=True)

@@ -41,17 +41,10 @@ from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.models.checkpoint_parts import open_tensors
 from gptmanager.models.hf.sizes import read_sizes
 from gptmanager.terminal.options import ManagerOptions
+from gptmanager.terminal.sampling import SAMPLING_VALUES, given_sampling
 
 # Used if the checkpoint gives no sampling values. With greedy decoding, small models repeat text.
 _DEFAULTS = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1}
-# name in generation_config.json and in the command's options -> keyword of a request
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_k": "runtime_top_k",
-    "top_p": "runtime_top_p",
-    "min_p": "runtime_min_p",
-    "repetition_penalty": "repetition_penalty",
-}
 _VARIABLES = ("enable_thinking", "reasoning_effort")  # options that are variables of templates
 _END = 64  # tokens at the end of a prompt in which a tag of thoughts is looked for
 
@@ -209,10 +202,6 @@ def _template_variables(options: argparse.Namespace, template: str) -> dict[str,
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling values of every request: the options, or else the checkpoint's values."""
-    given = {name: getattr(options, name) for name in _SAMPLING}
-    chosen = {
-        **(sampling_defaults(options.model) or _DEFAULTS),
-        **{name: value for name, value in given.items() if value is not None},
-    }
-    chosen.setdefault("temperature", 1.0)
-    return {ours: chosen[name] for name, ours in _SAMPLING.items() if name in chosen}
+    defaults = sampling_defaults(options.model) or _DEFAULTS
+    chosen = {"temperature": 1.0, **defaults, **given_sampling(options)}
+    return {SAMPLING_VALUES[name].tensor: value for name, value in chosen.items()}

@@ -6,6 +6,7 @@ from typing import Any
 
 from gptmanager.terminal.arguments import path_argument, positive, seconds, text_argument, writable
 from gptmanager.terminal.options import add_json, add_manager_options, add_model, add_parser
+from gptmanager.terminal.sampling import add_sampling
 
 _HELP = """\
 Serve a file of requests and show them live.
@@ -20,16 +21,21 @@ It may also have
   "stop"            a text, or a list of texts; the answer ends when the tokens of one are generated
   "request_id"      an integer (default: the line number)
 and any other input of a request by its name: "temperature", "top_k", "top_p", "random_seed",
-"end_id", "priority", ... Without sampling fields, the answer is greedy: unlike `chat` and
-`serve`, this command does not read the checkpoint's sampling. Without "end_id", the answer ends at
-the end ids of the checkpoint's generation_config.json.
+"end_id", "priority", ... Without "end_id", the answer ends at the end ids of the checkpoint's
+generation_config.json.
 
 A line that is not valid, or that has a text longer than any request may be, gets an error as its
 answer. The other lines run. Long texts are tokenized while other requests run.
 """
+_SAMPLING = """\
+These are for --prompt, and for lines without the field. If none is given, answers are greedy:
+unlike `chat` and `serve`, this command does not read the checkpoint's sampling. The same --seed
+gives the same answers.
+"""
 _EXAMPLES = """\
 examples:
   gptmanager run --model examples/tiny_llama --prompt "17 + 25 ="
+  gptmanager run --model smollm2 --prompt "Once" --temperature 0.7 --top-p 0.9 --seed 1
   gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl --output out.jsonl
   gptmanager run --model examples/tiny_llama --requests examples/requests.jsonl \\
     --max-batch-size 4 --pace 0.05            # slowly, to see requests join and leave
@@ -56,7 +62,7 @@ def add_command(commands: Any) -> None:
     given = parser.add_mutually_exclusive_group(required=True)
     text = "a file with a request in each line, as JSON; -: the standard input"
     given.add_argument("--requests", metavar="FILE", help=text)
-    text = "run one greedy request, and print only its answer; a line of --requests may sample"
+    text = "run one request, and print only its answer"
     given.add_argument("--prompt", type=text_argument, metavar="TEXT", help=text)
     text = "write results as JSON lines, in the same order; - prints them instead of the summary"
     add("--output", type=path_argument, metavar="FILE", help=text)
@@ -69,4 +75,5 @@ def add_command(commands: Any) -> None:
     add("--max-new-tokens", type=positive, default=64, metavar="N", help=text)
     text = "let each iteration take at least S seconds"
     add("--pace", type=seconds, default=0.0, metavar="S", help=text)
+    add_sampling(parser, _SAMPLING)
     add_manager_options(parser)

@@ -30,6 +30,7 @@ from gptmanager.terminal.options import (
 )
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.progress import NOTES, ProgressBars
+from gptmanager.terminal.sampling import SAMPLING_VALUES, given_sampling
 from gptmanager.terminal.streams import print_message, print_output
 from gptmanager.terminal.tables import print_report
 
@@ -81,13 +82,17 @@ def serve_file(
     sizes = read_sizes(options.model, given.params.model_backend, given.params.max_seq_len)
     tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     chats = ChatPrompts(options.model)
-    lengths = {"max_new_tokens": options.max_new_tokens, "max_tokens": sizes.max_seq_len}
+    sampling = {
+        SAMPLING_VALUES[name].tensor: value for name, value in given_sampling(options).items()
+    }
+    defaults = {"request_output_len": options.max_new_tokens, **sampling}
+    limits: dict[str, Any] = {"defaults": defaults, "max_tokens": sizes.max_seq_len}
     if options.prompt is None:
-        own: dict[str, Any] = {"chats": chats, "model": options.model, **lengths}
+        own: dict[str, Any] = {"chats": chats, "model": options.model, **limits}
         lines = read_file(options.requests, tokenizer, **own)
     else:
         line = orjson.dumps({"prompt": options.prompt})
-        lines = list(read_requests([line], tokenizer, **lengths))
+        lines = list(read_requests([line], tokenizer, **limits))
     if not lines:
         name = "the standard input" if options.requests == "-" else options.requests
         view.note(f"{name} has no requests")

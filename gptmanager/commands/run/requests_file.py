@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -47,7 +47,7 @@ def read_requests(
     lines: Iterable[bytes],
     tokenizer: Tokenizer | None,
     *,
-    max_new_tokens: int,
+    defaults: Mapping[str, Any],
     max_tokens: int | None = None,
     folder: str = "",
     chats: ChatPrompts | None = None,
@@ -56,7 +56,8 @@ def read_requests(
     """Yield a `RequestLine` for every line that is not blank. The default of `request_id` is the
     line's number.
 
-    `max_new_tokens`: the default for lines without it. `folder`: where relative adapter paths
+    `defaults`: values for lines without these fields, by tensor name; `request_output_len` is one
+    of them. `folder`: where relative adapter paths
     start. `max_tokens`: the most tokens of prompt and output together. If a token can represent
     only a limited number of bytes, a long text that cannot fit is refused before it is encoded. A
     long line is yielded with `build` set, which any thread may call to encode the text. `chats`
@@ -70,7 +71,7 @@ def read_requests(
             text = text.removeprefix(codecs.BOM_UTF8)
         if not text.strip():
             continue
-        line = _read_line(number, text, encoder, adapters, max_new_tokens, chats)
+        line = _read_line(number, text, encoder, adapters, defaults, chats)
         if line.error is None and first_use.setdefault(line.request_id, number) != number:
             first = first_use[line.request_id]
             error = f"request_id = {line.request_id} is already used in line {first}"
@@ -125,7 +126,7 @@ def _read_line(
     text: bytes,
     encoder: TextEncoder,
     adapters: AdapterFolders,
-    max_new_tokens: int,
+    defaults: Mapping[str, Any],
     chats: ChatPrompts | None,
 ) -> RequestLine:
     request_id: Any = number
@@ -134,7 +135,7 @@ def _read_line(
         fields = read_fields(text)
         request_id = fields.pop("request_id", number)
         prompt = fields.pop("prompt", None)
-        fields.setdefault("request_output_len", max_new_tokens)
+        fields = {**defaults, **fields}
         adapters.take(fields)
         build = functools.partial(_build, number, request_id, prompt, fields, encoder, chats)
         if len(text) < LONG_TEXT or type(request_id) is not int:

@@ -22,14 +22,18 @@ from gptmanager.server.fields import (
     by_name,
 )
 from gptmanager.server.request_fields import NotSupported
+from gptmanager.terminal.sampling import LEAST_TEMPERATURE, SAMPLING_VALUES
 
 MAX_CHOICES = 128  # for each prompt
 MAX_TOP_LOG_PROBS = 20
 MAX_BIASES = 1 << 16  # more would block the event loop for a noticeable time
 _MAX_STOP_TOKENS = 1024
-_LEAST_TEMPERATURE = 1e-30  # the least that a manager samples with
 DEADLINE = Number(0, 1e9, excludes_low=True)
 _INT64 = (-(2**63), 2**64 - 1)
+
+
+def _limits(name: str) -> tuple[float, float]:
+    return SAMPLING_VALUES[name].low, SAMPLING_VALUES[name].high
 
 
 class Temperature:
@@ -39,11 +43,11 @@ class Temperature:
     """
 
     def read(self, where: str, value: Any) -> float:
-        found = Number(0, 100).read(where, value)
-        return found if found >= _LEAST_TEMPERATURE else 0.0
+        found = Number(*_limits("temperature")).read(where, value)
+        return found if found >= LEAST_TEMPERATURE else 0.0
 
     def schema(self) -> dict[str, Any]:
-        return Number(0, 100).schema()
+        return Number(*_limits("temperature")).schema()
 
 
 class NewTokens(NamedTuple):
@@ -110,16 +114,34 @@ STREAM_OPTIONS = Object(
 
 SAMPLING = (
     Field("temperature", Temperature(), "0: greedy; absent: the checkpoint's, else 1"),
-    Field("top_p", Number(0, 1), "absent: the checkpoint's, else 1"),
-    Field("top_k", Integer(-1, 2**31 - 1), "0 or -1: unlimited; absent: the checkpoint's"),
-    Field("min_p", Number(0, 1), "minimum probability, relative to the likeliest token"),
+    Field("top_p", Number(*_limits("top_p")), "absent: the checkpoint's, else 1"),
+    Field("top_k", Integer(*_limits("top_k")), "0 or -1: unlimited; absent: the checkpoint's"),
+    Field(
+        "min_p", Number(*_limits("min_p")), "minimum probability, relative to the likeliest token"
+    ),
     Field("seed", Integer(*_INT64), "the same seed gives the same choices"),
     Field("random_seed", Integer(*_INT64), "seed by another name"),
     Field("n", Integer(1, MAX_CHOICES), "number of choices for each prompt"),
-    Field("presence_penalty", Number(-2, 2), "subtracted once from logits of generated tokens"),
-    Field("frequency_penalty", Number(-2, 2), "subtracted for each occurrence of a token"),
-    Field("repetition_penalty", Number(0.01, 100), "above 1: repeated tokens are less likely"),
-    Field("repeat_penalty", Number(0.01, 100), "repetition_penalty by another name"),
+    Field(
+        "presence_penalty",
+        Number(*_limits("presence_penalty")),
+        "subtracted once from logits of generated tokens",
+    ),
+    Field(
+        "frequency_penalty",
+        Number(*_limits("frequency_penalty")),
+        "subtracted for each occurrence of a token",
+    ),
+    Field(
+        "repetition_penalty",
+        Number(*_limits("repetition_penalty")),
+        "above 1: repeated tokens are less likely",
+    ),
+    Field(
+        "repeat_penalty",
+        Number(*_limits("repetition_penalty")),
+        "repetition_penalty by another name",
+    ),
     Field("logit_bias", TokenBias(), "token id -> -100 to 100, added to its logit"),
     Field("bad_words", TextOrTexts(MAX_WORDS, MAX_WORD_LETTERS), "texts that no output contains"),
     Field("min_tokens", Integer(0, 2**31 - 1), "no output ends before this number of tokens"),

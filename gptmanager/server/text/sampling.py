@@ -18,16 +18,11 @@ from gptmanager.server.engine.call import EngineRequest
 from gptmanager.server.engine.model_card import ModelCard
 from gptmanager.server.fields import bad_request
 from gptmanager.server.text.outputs import Ends
+from gptmanager.terminal.sampling import SAMPLING_VALUES
 
 _SERVING = ("cache_salt", "deadline_s", "priority")
 _BY_NAME = {
-    "temperature": "temperature",
-    "top_p": "runtime_top_p",
-    "top_k": "runtime_top_k",
-    "min_p": "runtime_min_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "repetition_penalty": "repetition_penalty",
+    **{name: value.tensor for name, value in SAMPLING_VALUES.items()},
     **{name: name for name in _SERVING},
 }
 
