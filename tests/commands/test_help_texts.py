@@ -42,3 +42,20 @@ def test_the_page_lists_the_exit_statuses_of_each_command():
         if name
     ]
     assert table.partition("\n\n")[0].splitlines() == rows
+
+
+def test_commands_that_share_options():
+    managers = "chat run serve bench"
+    expected = {
+        "--json": "run models bench bench/kernels bench/e2e bench/experts replay simulate env "
+        "journal",
+        "--verbose": f"{managers} replay simulate",
+        "--scheduler": "replay simulate",
+        "--record": "run serve simulate",
+        "--device": f"{managers} bench/e2e",
+        "--max-batch-size": f"{managers} simulate",
+        "--policy": managers,
+    }
+    for option, names in expected.items():
+        having = {name for name, it in COMMANDS.items() if option in it._option_string_actions}
+        assert having == {name.replace("/", " ") for name in names.split()}, option

@@ -140,7 +140,9 @@ def test_the_older_order_of_arguments():
 
 @pytest.mark.parametrize("names", ["older", "newer"])
 def test_all_arguments_by_name(names):
-    host = Host([request(1)])
+    wide = request(2)
+    wide.beam_width = torch.tensor([2], dtype=torch.int32)
+    host = Host([request(1), wide])
     older = {"max_beam_width": 1, "scheduler_policy": tb.SchedulerPolicy.MAX_UTILIZATION}
 
     with tb.GptManager(
@@ -156,6 +158,7 @@ def test_all_arguments_by_name(names):
         assert host.all_final.wait(20)
 
     assert len(host.output(1)) == 11
+    assert "beam_width = 2 is outside 1..1" in host.answers[2][1]
 
 
 def test_the_memory_of_a_manager_that_is_deleted_does_not_count():

@@ -182,6 +182,7 @@ _OTHERS = {
     "gptmanager/manager/weight_updates.py": "test_weight_updates test_rank_weights",
     "gptmanager/models/converted_tensors.py": "test_conversion test_hostile_checkpoints",
 }
+_ANSWERS = "test_tool_parsing test_tool_formats test_cut_answers test_served_calls"
 # What decides, and what it keeps account of: all files of a package have the same tests.
 _CORE = {
     "gptmanager/kv_cache": "test_kv_cache test_kv_cache_state test_capacity_scheduler "
@@ -223,6 +224,41 @@ _CORE = {
     "test_metrics",
     "callbacks/text": "test_stop_strings test_stops test_text_stream test_chat_template "
     "test_checkpoint test_control_tokens",
+    "callbacks/answers": "test_reasoning test_served_thoughts test_tool_formats",
+    "callbacks/answers/parsing": f"{_ANSWERS} test_chat_answer test_chat",
+    "callbacks/answers/tool_formats": _ANSWERS,
+    # How callbacks are called, on one rank or on several, and what is kept of the requests.
+    "gptmanager/host": "test_hosts test_hangs test_manager test_callables test_request_fuzz "
+    "test_recorder test_adapter_loader test_weight_updates test_rank_hosts",
+    "gptmanager/ranks": "test_collectives test_rank_messages test_rank_links test_rank_world "
+    "test_rank_faults test_rank_hosts",
+    "gptmanager/lifecycle": "test_log test_hangs test_interrupted_waits test_child_process "
+    "test_callables test_watching test_step_signal test_hosts",
+    "gptmanager/journal": "test_journal_command test_journal_disk test_journal_deaths "
+    "test_journal_resumes",
+    # What the commands do.
+    "gptmanager/commands": "test_cli test_vllm_peer test_bench",
+    "gptmanager/commands/chat": "test_conversation test_chat_thoughts test_chat_command",
+    "gptmanager/commands/checkpoints": "test_local_models test_conversion test_cli",
+    "gptmanager/commands/run": "test_requests_file test_progress_display test_interrupted_run "
+    "test_signals test_cli",
+    "gptmanager/server": "test_fields test_request_fields test_openapi test_endpoints test_engine "
+    "test_serving_page test_live_page_served test_garbage_collection test_request_log "
+    "test_listening test_lifetime test_completions test_anthropic",
+    "gptmanager/server/anthropic": "test_anthropic test_embedding_parts test_served_thoughts",
+    "gptmanager/server/chat": "test_messages test_tools test_chat_answer test_control_tokens "
+    "test_embedding_parts test_served_calls test_chat test_chat_templates test_anthropic",
+    "gptmanager/server/engine": "test_engine test_access test_metrics test_idempotency "
+    "test_request_log test_served_calls test_responses test_clients_gone test_lifetime",
+    "gptmanager/server/http": "test_warning_header test_keys test_listening test_access test_http "
+    "test_idempotency test_request_log test_hostile_bodies test_waiting_streams test_limits",
+    "gptmanager/server/openai": "test_strict_shapes test_endpoints test_streams test_access "
+    "test_responses test_completions test_chat",
+    "gptmanager/server/text": "test_outputs test_streams test_structured test_chat_log_probs "
+    "test_fields test_cut_answers test_completions",
+    "gptmanager/server/triton": "test_call_log test_refusals test_numbers test_limits "
+    "test_client_options test_statistics test_token_model test_text_model test_any_bytes test_http "
+    "test_stop test_lifetime test_backend_client",
 }
 _ANY_OF_CPU = (
     "test_kernel_memory test_kernels test_packed_matmul test_adapter_kernels test_token_masks"

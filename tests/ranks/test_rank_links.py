@@ -455,8 +455,7 @@ def test_rank_0_that_was_stopped_learns_that_the_others_went():
         assert set(failures(links)) == {"rank 0 has not been heard from for 0.4 s"}
 
 
-@pytest.mark.parametrize("hangs", [0, 1, 2])
-@pytest.mark.every(3)
+@pytest.mark.parametrize("hangs", [0, *(pytest.param(it, marks=pytest.mark.slow) for it in (1, 2))])
 def test_a_rank_that_keeps_others_waiting_is_named_on_all(hangs):
     """It is alive, and does something else."""
     with linked(3, timeout_s=0.3) as links:
