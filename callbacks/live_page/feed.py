@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from math import inf
+from math import inf, nan
 from queue import Full
 from time import monotonic
 from typing import Any
 
 import orjson
 
-from gptmanager import GptManager, ManagerState
+from gptmanager import REQUEST_METRICS, GptManager, ManagerState
 from gptmanager.callbacks.live_page.rows import GENERATION, PAUSED, WAITING, LiveRows, ranges
 from gptmanager.callbacks.live_page.tap import LiveTap
 from gptmanager.errors import ManagerDeadError, response_text
@@ -237,8 +237,9 @@ class _Picture:
     def add_endings(self, endings: Iterable[Any], now: float) -> None:
         for ending in endings:
             if ending.metrics:
-                _, first, last, *_, generated = ending.metrics
-                each = (last - first) / (generated - 1) if generated > 1 else float("nan")
+                metrics = dict(zip(REQUEST_METRICS, ending.metrics, strict=True))
+                first, later = metrics["first_token_s"], metrics["generated_tokens"] - 1
+                each = (metrics["last_token_s"] - first) / later if later > 0 else nan
                 self._latencies.append((now, first, each))
 
     def update_state(self, manager: GptManager, tap: LiveTap, now: float, *, begins: bool) -> None:

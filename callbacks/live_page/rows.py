@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import Any
 
+from gptmanager import REQUEST_METRICS
 from gptmanager.callbacks.live_page.tap import Change, Step
 from gptmanager.errors import DuplicateRequestIdError
 from gptmanager.manager.watching import Arrival, Beginning, Ending, Ran
@@ -22,6 +23,7 @@ _NO_IDS: frozenset[int] = frozenset()
 _MAX_SPANS = 256  # spans of a row; if there are more, the oldest half is dropped
 _MAX_ENDED = 256  # ended rows in a snapshot, in addition to the active ones
 _MAX_NEW = 64  # rows in one result of `take_changes` that began and ended since the previous call
+_TIMES = ("queue_s", "first_token_s", "last_token_s")  # metrics that are sent to pages
 _request_id = itemgetter(0)  # gets the request id from a `Row` of gptmanager.step
 
 
@@ -202,11 +204,11 @@ class LiveRows:
         if row is None:  # the request was refused
             return
         self.kinds[row.kind] -= 1
-        metrics = ending.metrics
-        if metrics:
-            row.generated = int(metrics[6])
-        seconds = [None if value != value else round(value, 4) for value in metrics[:3]]
-        cached = int(metrics[4]) if metrics else 0
+        metrics = dict(zip(REQUEST_METRICS, ending.metrics, strict=False))  # empty with an error
+        row.generated = int(metrics.get("generated_tokens", row.generated))
+        times = [metrics[name] for name in _TIMES if name in metrics]
+        seconds = [None if value != value else round(value, 4) for value in times]
+        cached = int(metrics.get("cached_tokens", 0))
         row.end = [column, ending.outcome[:80], row.generated, cached, *seconds]
         self._ended.append(row)
         self._ends.append(row)

@@ -71,6 +71,7 @@ def test_a_chat_in_a_browser(guarded, tmp_path):
         fill("more", '{"top_k": "x"}')
         send("again")
         assert browser.evaluate(log)[-1] == ["error", "top_k must be an integer, got 'x'"]
+        assert browser.evaluate("document.getElementById('chat-text').value") == "again"
         fill("more", "nonsense")
         send("again")
         assert browser.evaluate(log)[-1][0] == "error"
@@ -88,5 +89,12 @@ def test_a_chat_in_a_browser(guarded, tmp_path):
         assert json.loads(browser.evaluate("sent"))["messages"] == [
             {"role": "user", "content": "a new chat"}
         ]
+        browser.evaluate("fetch = () => Promise.reject(new TypeError('Failed to fetch')), 0")
+        send("again")
+        assert browser.evaluate(log)[-1] == ["error", "The server cannot be reached"]
+        browser.evaluate(
+            "document.getElementById('chat').onkeydown({key: 'Escape', stopPropagation() {}}), 0"
+        )
+        assert browser.evaluate("document.activeElement.id") == "chat-open"
         assert browser.evaluate("document.title") != "hacked"
         assert not [it for it in browser.errors if "400" not in it]
