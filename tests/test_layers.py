@@ -144,8 +144,10 @@ kernels/                      all operations of a model in torch, and compiled o
     attention/                attention over the pages of the KV cache
         attention_arguments   arguments of attention: pages, rows, shapes
         paged_formulas        attention over pages in torch
+        head_ops              operations on the heads of tokens, in torch
         attention_task        one attention task: its rows, pages and scratch memory
         paged_attention       paged attention, compiled
+        head_matmul           matmuls of heads with their own matrices, compiled
     lora/                     LoRA on the tokens of a step
         adapter_arguments     which adapter each token uses, and the output columns
         adapter_formulas      LoRA in torch

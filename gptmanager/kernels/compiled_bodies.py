@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 
 import torch
 
 from gptmanager.kernels import per_token_kernels
 from gptmanager.kernels.attention import paged_attention
+from gptmanager.kernels.attention.head_matmul import multiply_heads
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.embedding_lookup import embed
+from gptmanager.kernels.experts import routing_loops
+from gptmanager.kernels.gemm.grouped_matmul import multiply_group
 from gptmanager.kernels.gemm.int4_matrix import INT4
 from gptmanager.kernels.gemm.matmul_plan import can_be_packed, matmul_bodies
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.lora.adapter_plan import plan_runs
 from gptmanager.kernels.lora.adapters import add as add_adapters
+from gptmanager.kernels.recurrent import convolution_loops, delta_loops, state_space_loops
 from gptmanager.kernels.simd.machine_code import Body
 from gptmanager.kernels.task_list import run_tasks
 
 _STORED = {"int8": torch.int8, "int4": INT4}
+_OF_LAYERS: Mapping[str, tuple[Body, ...]] = {
+    "experts": (multiply_group, *routing_loops.BODIES),
+    "latents": (multiply_heads,),
+    "delta": delta_loops.BODIES,
+    "short": convolution_loops.BODIES,
+    "space": state_space_loops.BODIES,
+}
 
 
 def bodies_of_model(
@@ -49,6 +61,11 @@ def bodies_of_model(
         per_token_kernels.convert,
         run_tasks,
     ]
+
+
+def compile_for_layers(kinds: Collection[str]) -> None:
+    """Compile or load the bodies that these kinds of layers need; see `Kernels.warm_up_layers`."""
+    compile_all([*chain.from_iterable(_OF_LAYERS[kind] for kind in kinds)])
 
 
 @functools.cache

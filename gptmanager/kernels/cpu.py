@@ -30,7 +30,11 @@ from gptmanager.kernels.attention.attention_task import (
 )
 from gptmanager.kernels.captured_step import StepCapture
 from gptmanager.kernels.compilation import compile_all
-from gptmanager.kernels.compiled_bodies import bodies_of_model, compile_for_adapters
+from gptmanager.kernels.compiled_bodies import (
+    bodies_of_model,
+    compile_for_adapters,
+    compile_for_layers,
+)
 from gptmanager.kernels.cpu_experts import CpuExperts
 from gptmanager.kernels.cpu_matmuls import PARTS_PER_THREAD, SCATTERED, SMALL_MATMUL
 from gptmanager.kernels.embedding_lookup import EmbeddingTask, embed
@@ -68,6 +72,9 @@ class CpuKernels(CpuExperts):
         """
         bodies = bodies_of_model(dtype, quantized, self.deterministic)
         compile_all([*bodies[:1], *others, *bodies[1:]], on_progress)
+
+    def warm_up_layers(self, kinds: Collection[str]) -> None:
+        compile_for_layers(kinds)
 
     def warm_up_adapters(self) -> None:
         compile_for_adapters()

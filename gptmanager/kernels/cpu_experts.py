@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Collection
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.cpu_matmuls import SMALL_MATMUL
-from gptmanager.kernels.cpu_recurrent import RECURRENT_BODIES, CpuRecurrent
+from gptmanager.kernels.cpu_recurrent import CpuRecurrent
 from gptmanager.kernels.experts import routing_loops
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
@@ -99,10 +97,6 @@ class _Routed(NamedTuple):
 
 class CpuExperts(CpuRecurrent):
     """The experts of `CpuKernels`."""
-
-    def warm_up_layers(self, recurrent: Collection[str], has_experts: bool) -> None:
-        own = [multiply_group, *routing_loops.BODIES] if has_experts else []
-        compile_all([*own, *chain.from_iterable(RECURRENT_BODIES[it] for it in recurrent)])
 
     def new_expert_matrix(
         self,

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels import per_token_kernels
+from gptmanager.kernels.attention.head_matmul import (
+    HeadMatmulTask,
+    multiply_heads,
+    scratch_bytes,
+)
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul import STREAMED_ROWS
 from gptmanager.kernels.gemm.matmul_plan import (
@@ -28,13 +33,15 @@ from gptmanager.kernels.per_token_kernels import ConversionTask
 from gptmanager.kernels.reference import Kernels
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.machine_code import compiled
-from gptmanager.kernels.simd.threads import Team, alike, with_first
+from gptmanager.kernels.simd.threads import Team, address_of, alike, with_first
 
 # Waking a second thread costs about as much as computing this many elements.
 SMALL = 1 << 15
 SMALL_MATMUL = 1 << 18  # the same cost, counted in multiplications of a matmul
 SCATTERED = 8  # relative cost of an element that is written far from its neighbors
 PARTS_PER_THREAD = 8
+# With more tokens, `linear_heads` is faster in torch, which multiplies pairs of narrow numbers.
+MOST_NARROW_TOKENS = 32
 STREAMS_PER_THREAD = 4  # parts per thread if memory bandwidth limits the matmul (few rows of x)
 
 
@@ -74,6 +81,56 @@ class CpuMatmuls(Kernels):
         if isinstance(weight, PackedMatrix) and weight.shape[0] % (2 * PANEL_ROWS) == 0:
             return self._multiply(x, weight, bias, True)
         return super().linear_silu_mul(x, weight, bias)
+
+    def linear_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        (num_tokens, num_heads, depth), columns, dtype = x.shape, weight.shape[2], x.dtype
+        pays = dtype is torch.float32 or num_tokens <= MOST_NARROW_TOKENS or self.deterministic
+        if dtype not in DTYPES or weight.dtype is not dtype or not pays:
+            return super().linear_heads(x, weight)
+        if x.stride(2) != 1:
+            x = x.contiguous()
+        result = torch.empty(num_tokens, num_heads, columns, dtype=dtype)
+        size = scratch_bytes(depth, columns)
+        task = HeadMatmulTask(
+            x=x.data_ptr(),
+            matrices=address_of(weight, dtype),
+            result=result.data_ptr(),
+            scratch=self._team.scratch(size * self._team.max_size),
+            scratch_bytes=size,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            stride=x.stride(0),
+            head_stride=x.stride(1),
+            depth=depth,
+            columns=columns,
+            dtype=DTYPES[dtype],
+            item_bytes=x.itemsize,
+        )
+        self._run(multiply_heads, task, x.numel() * columns * SMALL // SMALL_MATMUL)
+        return result
+
+    def joined(self, *parts: Tensor) -> Tensor:
+        shape, dtype = parts[0].shape[:-1], parts[0].dtype
+        if dtype not in DTYPES or any(it.dtype is not dtype for it in parts):
+            return super().joined(*parts)
+        width, first = sum(it.shape[-1] for it in parts), 0
+        result = torch.empty(*shape, width, dtype=dtype)
+        for part in parts:
+            (x,) = alike(part.flatten(0, -2), strided=True)
+            task = ConversionTask(
+                x=x.data_ptr(),
+                result=result.data_ptr() + first * result.itemsize,
+                num_tokens=len(x),
+                given=x.shape[1],
+                width=x.shape[1],
+                stride=x.stride(0),
+                result_stride=width,
+                x_dtype=DTYPES[dtype],
+                dtype=DTYPES[dtype],
+            )
+            self._run(per_token_kernels.convert, task, x.numel())
+            first += x.shape[1]
+        return result
 
     def _plan(self, matrix: PackedMatrix) -> tuple[MatmulPlan, MatmulPlan]:
         plans = matrix.plans.get(self.deterministic)
@@ -127,6 +184,8 @@ class CpuMatmuls(Kernels):
             num_tokens=x.shape[0],
             given=x.shape[1],
             width=width,
+            stride=x.shape[1],
+            result_stride=width,
             x_dtype=DTYPES[x.dtype],
             dtype=DTYPES.get(dtype, 0),
         )

@@ -5,8 +5,6 @@ Memories of heads are float32. Inputs of float64 use the reference implementatio
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -25,15 +23,7 @@ from gptmanager.kernels.recurrent.state_space_formulas import (
 from gptmanager.kernels.recurrent.state_space_loops import StateSpaceTask
 from gptmanager.kernels.recurrent.state_space_loops import scratch_bytes as scratch_bytes_of_state
 from gptmanager.kernels.simd.dtypes import DTYPES
-from gptmanager.kernels.simd.machine_code import Body
 from gptmanager.kernels.simd.threads import address_of
-
-# kind of recurrent layer -> what it needs
-RECURRENT_BODIES: Mapping[str, tuple[Body, ...]] = {
-    "delta": delta_loops.BODIES,
-    "short": convolution_loops.BODIES,
-    "space": state_space_loops.BODIES,
-}
 
 
 class CpuRecurrent(CpuMatmuls):

@@ -99,10 +99,11 @@ class ActivationTask(ctypes.Structure):
 class ConversionTask(ctypes.Structure):
     """Addresses, sizes, and the dtypes of `x` and `result`, which may differ.
 
-    A token has `given` elements in `x`, and `width` elements in `result`.
+    A token has `given` elements in `x`, and `width` elements in `result`. Tokens are `stride`
+    elements apart in `x`, and `result_stride` in `result`.
     """
 
-    _fields_ = task_fields("x result num_tokens given width x_dtype dtype")
+    _fields_ = task_fields("x result num_tokens given width stride result_stride x_dtype dtype")
 
 
 ROPE_TASK, NORM_TASK = np.dtype(RopeTask), np.dtype(NormTask)
@@ -282,8 +283,8 @@ def convert(address: int) -> None:
             for i in range(0, t.width, LANES):
                 value = splat(ZERO)
                 if i < t.given:
-                    value = load_as(t.x_dtype, t.x, token * t.given + i, t.given - i)
-                store_as(t.dtype, t.result, token * t.width + i, value, t.width - i)
+                    value = load_as(t.x_dtype, t.x, token * t.stride + i, t.given - i)
+                store_as(t.dtype, t.result, token * t.result_stride + i, value, t.width - i)
         part = claim(address, NEXT_PART)
 
 

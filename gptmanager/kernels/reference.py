@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gptmanager.kernels.activation_kinds import Activation, activate, activate_gated
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.attention.head_ops import HeadOps
 from gptmanager.kernels.attention.paged_formulas import (
     attend,
     cells,
@@ -46,7 +47,7 @@ ALIGNMENT = 16
 Ints = npt.NDArray[np.int32]
 
 
-class Kernels(RecurrentOps, MixtureOps):
+class Kernels(RecurrentOps, MixtureOps, HeadOps):
     """The ops in torch. A subclass overrides the ops that it can compute faster.
 
     With `deterministic`, the result of an op for a token is bitwise independent of the other tokens
@@ -83,8 +84,8 @@ class Kernels(RecurrentOps, MixtureOps):
     def warm_up_adapters(self) -> None:
         """Compile or load what the first step with an adapter needs; may run in any thread."""
 
-    def warm_up_layers(self, recurrent: Collection[str], has_experts: bool) -> None:
-        """Compile or load the ops of experts, and of the kinds `recurrent` of recurrent layers."""
+    def warm_up_layers(self, kinds: Collection[str]) -> None:
+        """Compile or load the ops of layers: "experts", "latents", and kinds of recurrent ones."""
 
     def check_routing(self, num_experts: int, routing: Routing) -> None:
         """Raise ConfigError for more experts than the kernels support, in all or per token."""

@@ -82,10 +82,13 @@ def test_every_family_has_the_bits_of_steps_op_by_op(
 @pytest.mark.parametrize("weights", [None, "int8"])
 @pytest.mark.parametrize(
     "name",
-    ["mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "glm4_moe", "qwen3_5_text", "olmo2", "phi"],
+    [
+        *("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "glm4_moe", "qwen3_5_text", "olmo2"),
+        *("phi", "deepseek_v2", "deepseek_v3"),
+    ],
 )
 @pytest.mark.every(4)
-def test_experts_gates_and_sums_are_computed_anew_in_each_recorded_step(
+def test_what_sets_families_apart_is_computed_anew_in_each_recorded_step(
     name: str, weights: Any, no_op_runs: Callable[[], None]
 ) -> None:
     model = load_model(family_folder(name), dtype="float32", weights_dtype=weights)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import pytest
 import torch
 
-from gptmanager.kernels import CpuKernels, cpu_experts
+from gptmanager.kernels import CpuKernels, compiled_bodies
 from gptmanager.kernels.experts import routing_loops
 from gptmanager.kernels.experts.mixture import ExpertMatrices, mix_experts
 from gptmanager.kernels.experts.routing import Routing, choose_experts
@@ -38,23 +38,25 @@ def experts_of(
 
 
 @pytest.mark.parametrize(
-    ("recurrent", "has_experts", "names"),
+    ("kinds", "names"),
     [
-        ((), False, set()),
-        ({"delta"}, False, {it.__name__ for it in delta_loops.BODIES}),
-        ({"short"}, False, {it.__name__ for it in convolution_loops.BODIES}),
-        ({"space"}, False, {it.__name__ for it in state_space_loops.BODIES}),
-        ((), True, {"multiply_group", *(it.__name__ for it in routing_loops.BODIES)}),
+        ([], set()),
+        (["delta"], {it.__name__ for it in delta_loops.BODIES}),
+        (["short"], {it.__name__ for it in convolution_loops.BODIES}),
+        (["space"], {it.__name__ for it in state_space_loops.BODIES}),
+        (["experts"], {"multiply_group", *(it.__name__ for it in routing_loops.BODIES)}),
+        (["latents"], {"multiply_heads"}),
     ],
 )
 def test_what_layers_need_is_compiled_before_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, recurrent: Collection[str], has_experts: bool, names: set[str]
+    monkeypatch: pytest.MonkeyPatch, kinds: Collection[str], names: set[str]
 ) -> None:
     compiled: list[set[str]] = []
     monkeypatch.setattr(
-        cpu_experts, "compile_all", lambda bodies: compiled.append({it.__name__ for it in bodies})
+        *(compiled_bodies, "compile_all"),
+        lambda bodies: compiled.append({it.__name__ for it in bodies}),
     )
-    CpuKernels().warm_up_layers(recurrent, has_experts)
+    CpuKernels().warm_up_layers(kinds)
     assert compiled == [names]
 
 

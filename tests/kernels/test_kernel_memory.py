@@ -81,6 +81,18 @@ def test_norms_and_activations_touch_nothing_behind_a_tensor(dtype: torch.dtype)
 
 
 @dtypes
+@pytest.mark.usefixtures("guarded_results")
+def test_heads_touch_nothing_behind_a_tensor(dtype: torch.dtype) -> None:
+    for tokens, columns in ((1, WIDTH), (3, 64), (3, 1)):
+        x = guarded(randn(tokens, 2, WIDTH).to(dtype))
+        weight = guarded(randn(2, WIDTH, columns).to(dtype))
+        found = CPU.linear_heads(x, weight)
+        wanted = torch.einsum("thi,hio->tho", x.double(), weight.double())
+        torch.testing.assert_close(found.double(), wanted, rtol=0.01, atol=0.01)
+        assert torch.equal(CPU.joined(x[..., 3:], x)[..., WIDTH - 3 :], x)
+
+
+@dtypes
 @pytest.mark.parametrize("kind", ["floats", "int8", "int4"])
 @pytest.mark.usefixtures("guarded_results")
 def test_embeddings_touch_nothing_behind_a_tensor(dtype: torch.dtype, kind: str) -> None:

@@ -369,6 +369,28 @@ def test_embedding_and_linear(kernels: Kernels) -> None:
     close(kernels.linear(x, table, bias), x.double() @ table.double().T + bias, 2e-5)
 
 
+@both_kernels
+@pytest.mark.parametrize(("depth", "columns"), [(16, 64), (WIDTH, 7), (1, 17)])
+@pytest.mark.every(2)
+def test_linear_layers_of_heads(kernels: Kernels, depth: int, columns: int) -> None:
+    weight = randn(3, depth, columns)
+    for tokens in (0, 1, 2, 33):
+        x = randn(tokens, 3, depth + 5)[..., 5:]
+        wanted = torch.einsum("thi,hio->tho", x.double(), weight.double())
+        close(kernels.linear_heads(x, weight), wanted, 2e-5)
+
+
+@both_kernels
+def test_parts_are_joined_as_they_are(kernels: Kernels) -> None:
+    x, y = randn(5, 3, 40), randn(5, 3, WIDTH)
+    parts = x[..., 7:9], y, x[..., 9:10]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        own = [it.to(dtype) for it in parts]
+        assert torch.equal(kernels.joined(*own), torch.cat(own, dim=-1))
+    assert torch.equal(kernels.joined(x[:, 1], y[:, 0]), torch.cat([x[:, 1], y[:, 0]], dim=-1))
+    assert kernels.joined(x[:0, 1], y[:0, 0]).shape == (0, 40 + WIDTH)
+
+
 OPS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     "rms_norm": lambda x, dtype: CPU.rms_norm(x, randn(WIDTH).to(dtype), 1e-5),
     "add_rms_norm": lambda x, dtype: torch.cat(
@@ -397,6 +419,9 @@ OPS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     ),
     "linear_deep": lambda x, dtype: Kernels(deterministic=True).linear(
         x.repeat(1, 10), randn(96, 10 * WIDTH).to(dtype)
+    ),
+    "linear_heads": lambda x, dtype: CpuKernels(deterministic=True).linear_heads(
+        x.view(len(x), 1, -1).expand(-1, 2, -1), randn(2, WIDTH, 50).to(dtype)
     ),
     "embedding": lambda x, dtype: CPU.embedding((x[:, 0].abs() * 10).long(), randn(100, 8)),
 }

@@ -100,6 +100,8 @@ _CPU = {
     "adapters.py": "test_kernel_memory test_adapter_kernels",
     "attention_arguments.py": "test_kernel_memory test_kernels",
     "attention_task.py": "test_kernel_memory test_kernels",
+    "head_matmul.py": "test_kernel_memory test_kernels",
+    "head_ops.py": "test_kernels test_float64 test_deterministic_families",
     "convolution.py": "test_short_convolution test_delta_rule",
     "convolution_loops.py": "test_short_convolution test_delta_rule test_state_space",
     "cpu_experts.py": _EXPERTS,

@@ -85,25 +85,14 @@ def attend_to_latents(
         source = kernels.rms_norm(source, own.query_norm, _EPS)
     queries = kernels.linear(source, *own.query).view(len(source), num_heads, -1)
     plain, rotated = torch.split(queries, [latent.key_dim, rope_dim], dim=-1)
-    queries = torch.cat((rotated, _by_head(kernels, plain, own.key_up)), dim=-1)
-    found, shared = torch.split(
-        kernels.linear(hidden, *own.kv_latent), [latent.rank, rope_dim], dim=-1
-    )
-    found = kernels.rms_norm(found.contiguous(), own.kv_norm, _EPS)
-    both = torch.cat((queries.flatten(1), shared, found), dim=1)
+    queries = kernels.joined(rotated, kernels.linear_heads(plain, own.key_up))
+    shared = kernels.linear(hidden, *own.kv_latent)
+    kind = {"centered": False, "plus_one": False}
+    kernels.norm_heads(shared, range(latent.rank), latent.rank, own.kv_norm, _EPS, **kind)
+    found, shared = torch.split(shared, [latent.rank, rope_dim], dim=-1)
+    both = kernels.joined(queries.flatten(1), shared, found)
     given = positions, cos_sin, None, None, _EPS, pages, rows
     queries = kernels.rope_and_write(both, *given)
     mixed = kernels.attention(queries, pages, rows, layer.attention)
     mixed = mixed.to(hidden.dtype).view(len(mixed), num_heads, -1)[..., rope_dim:]
-    return _by_head(kernels, mixed, own.value_up).flatten(1)
-
-
-def _by_head(kernels: Kernels, x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply `x [T, H, I]` by `weight [H, I, O]` head by head; return `[T, H, O]`."""
-    by_head = x.transpose(0, 1)
-    if not kernels.deterministic:
-        return torch.bmm(by_head, weight).transpose(0, 1)
-    each = [
-        torch.bmm(own, weight) for own in torch.split(by_head, 1, dim=1)
-    ]  # one token at a time, so that a token's result does not depend on the batch
-    return torch.cat(each, dim=1).transpose(0, 1)
+    return kernels.linear_heads(mixed, own.value_up).flatten(1)

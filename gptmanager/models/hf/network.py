@@ -104,7 +104,7 @@ class TransformersModel:
         done, total = count(1), len(find_experts(network)) + len(find_linears(network))
         options: Any = kernels, kind_of, lambda: on_progress(next(done), total), device
         experts = replace_experts(network, *options)
-        kernels.warm_up_layers((), has_experts=bool(experts))
+        kernels.warm_up_layers(["experts"] if experts else [])
         self.matrices = experts + replace_linears(network, *options)
         hold(network, self._holder)
         self.nbytes = num_bytes(network, self.matrices)
