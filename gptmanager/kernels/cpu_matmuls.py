@@ -40,8 +40,8 @@ SMALL = 1 << 15
 SMALL_MATMUL = 1 << 18  # the same cost, counted in multiplications of a matmul
 SCATTERED = 8  # relative cost of an element that is written far from its neighbors
 PARTS_PER_THREAD = 8
-# With more tokens, `linear_heads` is faster in torch, which multiplies pairs of narrow numbers.
-MOST_NARROW_TOKENS = 32
+# With more tokens in bfloat16, torch computes `linear_heads` faster: it multiplies pairs of numbers.
+MOST_PAIRED = 32
 STREAMS_PER_THREAD = 4  # parts per thread if memory bandwidth limits the matmul (few rows of x)
 
 
@@ -84,7 +84,7 @@ class CpuMatmuls(Kernels):
 
     def linear_heads(self, x: Tensor, weight: Tensor) -> Tensor:
         (num_tokens, num_heads, depth), columns, dtype = x.shape, weight.shape[2], x.dtype
-        pays = dtype is torch.float32 or num_tokens <= MOST_NARROW_TOKENS or self.deterministic
+        pays = dtype is not torch.bfloat16 or num_tokens <= MOST_PAIRED or self.deterministic
         if dtype not in DTYPES or weight.dtype is not dtype or not pays:
             return super().linear_heads(x, weight)
         if x.stride(2) != 1:

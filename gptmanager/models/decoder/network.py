@@ -85,9 +85,8 @@ class CheckpointModel:
         self._has_experts = any(isinstance(layer.mlp, ExpertLayer) for layer in self._layers)
         if spec.dtype is not torch.float64:
             kinds = {it.kind.name for it in self._recurrent if it is not None}
-            kinds |= {"experts"} if self._has_experts else set()
-            kinds |= {"latents"} if any(self._latents) else set()
-            kernels.warm_up_layers(kinds)
+            has = {"experts": self._has_experts, "latents": any(self._latents)}
+            kernels.warm_up_layers(kinds.union(kind for kind in has if has[kind]))
         self._tokens, self._widths = vocabulary_shares(spec, layout)
         self._embedding = weights["embedding.weight"] if layout.is_first_stage else None
         head = "embedding.weight" if spec.tied_embeddings else "lm_head.weight"
