@@ -40,7 +40,7 @@ SMALL = 1 << 15
 SMALL_MATMUL = 1 << 18  # the same cost, counted in multiplications of a matmul
 SCATTERED = 8  # relative cost of an element that is written far from its neighbors
 PARTS_PER_THREAD = 8
-# With more tokens in bfloat16, torch computes `linear_heads` faster: it multiplies pairs of numbers.
+# With more tokens in bfloat16, torch is faster at `linear_heads`: it multiplies pairs of numbers.
 MOST_PAIRED = 32
 STREAMS_PER_THREAD = 4  # parts per thread if memory bandwidth limits the matmul (few rows of x)
 
