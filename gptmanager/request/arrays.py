@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.ma import MaskedArray
 
 from gptmanager.errors import InvalidRequestError
 
@@ -24,7 +25,7 @@ _MOST_ROW_ELEMENTS, _MOST_ELEMENTS = 2**28, 2**22
 def refuse_masked(tensors: Mapping[str, Any]) -> None:
     """Raise InvalidRequestError for a masked array: any conversion would drop its mask."""
     for name, value in tensors.items():
-        if issubclass(type(value), np.ma.MaskedArray):  # `isinstance` reads a host's `__class__`
+        if issubclass(type(value), MaskedArray):  # `isinstance` reads a host's `__class__`
             raise InvalidRequestError(
                 f"{name} is a masked array, but masks are not supported: pass an array without "
                 "one, such as array.filled(0) or array.compressed()"
