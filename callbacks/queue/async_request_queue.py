@@ -10,6 +10,7 @@ import asyncio
 import queue
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from gptmanager import InferenceRequest
@@ -87,7 +88,7 @@ class AsyncRequestQueue(RequestQueue):
             self._release([generation.request_id])
             raise
         finally:
-            with self._lock:
+            with self._lock, suppress(ValueError):  # the event loop may have been closed before
                 self._turns.remove(turn)
             self._wake_first()
         self._notify()
@@ -127,6 +128,8 @@ class AsyncRequestQueue(RequestQueue):
         return requests
 
     def _is_taken(self, generation: Generation, turn: AsyncWaiter) -> bool:
+        if self._turns[0].is_abandoned:
+            self._wake_first()
         if self._turns[0] is not turn:
             return False
         try:
@@ -136,6 +139,9 @@ class AsyncRequestQueue(RequestQueue):
         return True
 
     def _wake_first(self) -> None:
+        """Wake the first task that waits for room; tasks of closed event loops wait no longer."""
         with self._lock:
+            while self._turns and self._turns[0].is_abandoned:
+                self._turns.popleft()  # its task can be garbage-collected now, and frees its id
             if self._turns:
                 self._turns[0].wake()

@@ -83,6 +83,11 @@ class AsyncWaiter:
             await self._waiting
         self._is_woken = False
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the event loop is closed, so that no task can return from `wait`."""
+        return self._loop.is_closed()
+
     def wake(self, *, may_wait: bool = False) -> None:
         """Let `wait` return soon. Any thread may call this method.
 

@@ -1,7 +1,9 @@
 """`AsyncRequestQueue`: streams, whole results, awaited room, and tasks that go away."""
 
 import asyncio
+import gc
 import queue
+from contextlib import closing
 
 import pytest
 from responding import ending, streamed
@@ -159,6 +161,34 @@ def test_who_gives_up_waiting_leaves_nothing_and_lets_the_next_one_in():
         assert requests.num_open == 2
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_woken", [False, True])
+def test_a_task_whose_event_loop_was_closed_holds_up_nobody(is_woken):
+    requests = AsyncRequestQueue(max_pending=1)
+
+    async def leave():
+        await requests.submit_async([0], 5)
+        asyncio.ensure_future(requests.submit_async([1], 5))
+        await asyncio.sleep(0)
+
+    async def main():
+        waiting = [asyncio.ensure_future(requests.submit_async([2], 5)) for _ in range(2)]
+        await asyncio.sleep(0)
+        take(requests)
+        await until(lambda: requests.num_pending)
+        take(requests)
+        await asyncio.gather(*waiting)
+
+    with closing(asyncio.new_event_loop()) as loop:
+        loop.set_exception_handler(lambda loop, context: None)  # told that its task is destroyed
+        loop.run_until_complete(leave())
+        if is_woken:
+            take(requests)
+    asyncio.run(main())
+    requests.send_response(1, [*streamed([7]), *ending()], True, "")
+    gc.collect()
+    assert requests.num_open == 2 and not requests._turns
 
 
 def test_a_cancelled_pending_request_makes_room():
