@@ -215,6 +215,7 @@ def test_a_keyword_that_the_parser_has_not_is_enforced_in_other_words(parser, sc
         ({"properties": {"a": {"not": {}}}}, {"b": 1}, {"a": 1}),
         ({"type": "boolean", "not": {"const": False}}, True, False),
         ({"type": "boolean", "if": True, "then": {"const": True}}, True, False),
+        ({"type": "boolean", "if": False, "else": {"const": True}}, True, False),
         ({"type": "object", "propertyNames": {"minLength": 0}}, {"": 1}, [1]),
         (
             {**CLOSED, "not": {"required": ["a"], "additionalProperties": True}},
