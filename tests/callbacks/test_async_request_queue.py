@@ -24,15 +24,19 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-async def collect(stream):
-    return [tokens async for tokens in stream]
+async def collect(stream, seen=None):
+    seen = [] if seen is None else seen
+    async for tokens in stream:
+        seen.append(tokens)
+    return seen
 
 
 def test_a_stream_yields_what_came_since_the_last_look():
+    """The end alone is not a list of no tokens."""
     requests = AsyncRequestQueue()
 
     async def main():
-        task = asyncio.ensure_future(collect(requests.stream([1, 2], 5)))
+        task = asyncio.ensure_future(collect(requests.stream([1, 2], 5), seen := []))
         await until(lambda: requests.num_pending)
         assert take(requests) == [1]
         requests.send_response(1, streamed([5]), False, "")
@@ -40,7 +44,9 @@ def test_a_stream_yields_what_came_since_the_last_look():
         await until(lambda: not requests._wakeups.waiter()._mailbox._woken)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        requests.send_response(1, [*streamed([7], 2), *ending()], True, "")
+        requests.send_response(1, streamed([7], 2), False, "")
+        await until(lambda: len(seen) == 2)
+        requests.send_response(1, [*streamed([], 3), *ending()], True, "")
         return await task
 
     assert asyncio.run(main()) == [[5, 6], [7]]
@@ -50,13 +56,7 @@ def test_an_error_comes_after_the_tokens_before_it():
     requests = AsyncRequestQueue()
 
     async def main():
-        seen = []
-
-        async def read():
-            async for tokens in requests.stream([1], 5):
-                seen.append(tokens)
-
-        task = asyncio.ensure_future(read())
+        task = asyncio.ensure_future(collect(requests.stream([1], 5), seen := []))
         await until(lambda: requests.num_pending)
         take(requests)
         requests.send_response(1, streamed([5]), False, "")
