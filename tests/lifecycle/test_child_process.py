@@ -157,12 +157,14 @@ def test_a_process_that_holds_much_after_an_answer_is_started_anew(child, monkey
 
 
 def test_memory_that_an_answer_freed_goes_back_to_the_system():
-    """Also from below a block that is still in use."""
-    child = ChildProcess("fragmenting_child", {}, 1 << 28)
+    """Also from below a block that is still in use. More than is allowed, it does not get."""
+    child = ChildProcess("fragmenting_child", {}, 1 << 26)
     try:
         assert child.ask(b"256", 30) == 256  # 16 MiB
         assert child.ask(b"1", 30) == 1  # the first answer's memory has been given back by now
         size = child_process._resident_bytes(child._process.pid)
         assert size - child._first_size < 8 << 20
+        with pytest.raises(RefusedError, match="MemoryError"):
+            child.ask(b"2048", 30)  # 128 MiB
     finally:
         child.stop()
