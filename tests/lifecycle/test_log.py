@@ -55,3 +55,8 @@ def test_an_interrupt_of_the_main_thread_gets_through():
     log.addHandler(Fails(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         SteadyLogger(log).warning("text")
+
+
+def test_a_record_names_the_line_that_logged_it(caplog):
+    SteadyLogger(logging.getLogger("own")).warning("text")
+    assert [record.filename for record in caplog.records] == ["test_log.py"]
