@@ -278,11 +278,13 @@ def test_forced_pauses_replay(tmp_path):
 
 
 def test_completed_gives_the_ends_and_the_loop(run):
+    """As from a black box, which dropped its schedules."""
+    lacks = {"ends": None, "schedule": None, "kept": False}
     bare = dataclasses.replace(
-        run, iterations=tuple(dataclasses.replace(t, ends=None) for t in run.iterations)
+        run, iterations=tuple(dataclasses.replace(t, **lacks) for t in run.iterations)
     )
     for turn, (whole, loop) in zip(run.iterations, completed(bare), strict=True):
-        assert whole.ends == turn.ends and whole.schedule == turn.schedule
+        assert whole.ends == turn.ends and whole.schedule == turn.schedule and whole.kept
         loop.allocator.check()
     assert not loop.active
 
