@@ -20,6 +20,7 @@ from transformers import (
 
 from gptmanager.decoding.sampling import choice
 from gptmanager.decoding.sampling.sampling import Sampler
+from gptmanager.kernels.simd.threads import run_alone
 from gptmanager.request.sampling_params import SamplingParams
 from gptmanager.step import NO_TOKEN, NOT_FINITE
 
@@ -321,6 +322,27 @@ def test_a_token_does_not_depend_on_the_number_of_threads(threads: int) -> None:
         assert sampler.sample(logits, slots, slots).tolist() == one_thread.tolist()
     finally:
         torch.set_num_threads(before)
+
+
+def test_each_thread_has_scratch_memory_of_its_own() -> None:
+    class SecondThread:
+        max_size = 2
+
+        def run(self, body: int, task: Any, size: int) -> None:
+            task.next_thread = size - 1
+            run_alone(body, task)
+
+    sampler = Sampler(2, 20_001, histories=np.full((2, 4), 3, dtype=np.int32))
+    sampler._team = SecondThread()
+    for slot in range(2):
+        sampler.load(slot, params((0.7, 0, 0.9, 0.0), repetition_penalty=1.3), 4)
+    slots = np.arange(2)
+    logits = torch.stack([random_row(slot, 20_001) for slot in range(2)])
+    before = sampler.sample(logits.clone(), slots, slots + 4).tolist()
+    sampler._seen[0], sampler._weights[0] = 7, 7.0
+    assert sampler.sample(logits, slots, slots + 4).tolist() == before
+    assert (sampler._seen[0] == 7).all() and (sampler._weights[0] == 7).all()
+    assert not sampler._seen[1].any()
 
 
 def test_tokens_depend_on_seed_and_position() -> None:

@@ -104,12 +104,22 @@ def test_a_record_may_have_the_largest_size(monkeypatch):
         list(records.RecordReader(io.BytesIO(data), len(data), ""))
 
 
-def test_the_reserve_has_4_mib_on_the_disk(tmp_path):
+def test_the_reserve_has_4_mib_on_the_disk(tmp_path, monkeypatch):
+    """If there is less, it takes nothing."""
     folder = JournalFolder(tmp_path)
     folder.take_reserve()
     assert (tmp_path / "reserve").stat().st_blocks * 512 >= 4 << 20
     folder.free_reserve()
     folder.free_reserve()
+    assert not [*tmp_path.iterdir()]
+
+    def allocate_a_part(file, offset, length):
+        os.write(file, bytes(4096))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_a_part, raising=False)
+    with pytest.raises(OSError, match="No space left"):
+        folder.take_reserve()
     assert not [*tmp_path.iterdir()]
 
 
