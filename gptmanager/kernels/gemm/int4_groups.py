@@ -48,6 +48,19 @@ class Groups:
         minima = None if self.minima is None else self.minima[:, own]
         return Groups(self.values[:, start:stop], self.scales[:, own], minima)
 
+    def joined(self, count: int, order: Tensor | None = None) -> Groups:
+        """Join adjacent rows, so that `count` longer rows remain; each row has whole groups.
+
+        `order`, int64 `[groups]`, has the index of each group of a longer row.
+        """
+
+        def join(given: Tensor, size: int) -> Tensor:
+            wide = given.reshape(count, -1, size)
+            return (wide if order is None else wide[:, order]).flatten(1)
+
+        minima = None if self.minima is None else join(self.minima, 1)
+        return Groups(join(self.values, GROUP), join(self.scales, 1), minima)
+
     def floats(self) -> Tensor:
         """Return the elements in float32: exact without minima, rounded once with minima."""
         count = self.values.shape[1]

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.kernels.gemm.int4_groups import GROUP
+
 # Config fields with the values of `ValueHeads`
 VALUE_HEADS = (
     "linear_num_key_heads",
@@ -33,6 +35,19 @@ def pairs_to_halves(head_dim: int) -> Order:
         return torch.from_numpy(head * head_dim + 2 * pair + second)
 
     return order
+
+
+def order_of_groups(columns: Order, count: int) -> Tensor | None:
+    """Return the index in the file of each group of 32 of `count` columns, int64 `[groups]`.
+
+    Returns None if the columns of a group are not a group in the file.
+    """
+    if count % GROUP:
+        return None
+    places = columns(range(count)).view(-1, GROUP)
+    first = places[:, :1]
+    are_groups = torch.equal(places, first + torch.arange(GROUP)) and not (first % GROUP).any()
+    return first.flatten() // GROUP if are_groups else None
 
 
 class ValueHeads(NamedTuple):

@@ -22,7 +22,12 @@ from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.gguf.architecture import Architecture
 from gptmanager.models.gguf.header import Header, StoredTensor
 from gptmanager.models.gguf.metadata import Metadata
-from gptmanager.models.gguf.row_orders import Order, ValueHeads, pairs_to_halves
+from gptmanager.models.gguf.row_orders import (
+    Order,
+    ValueHeads,
+    order_of_groups,
+    pairs_to_halves,
+)
 
 _LAYER = re.compile(r"blk\.(\d{1,9})\.")
 _IN_LAYER = re.compile(r"blk\.(\d+)\.((?:shortconv\.)?\w+?)(?:\.(weight|bias))?")
@@ -62,10 +67,15 @@ class _Named(NamedTuple):
     scales: StoredTensor | None = None
 
     @property
-    def in_groups(self) -> bool:
-        """Whether the tensor is a 4-bit matrix that `GgufTensors.groups` can read."""
-        is_matrix = len(self.shape) == 2 and self.columns is None and self.scales is None
-        return self.stored.type.groups is not None and is_matrix
+    def group_order(self) -> Tensor | None:
+        """The index in the file of each group of 32 columns; None if columns are in order."""
+        return self.columns and order_of_groups(self.columns, self.shape[-1])
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether groups of the file are groups of this tensor, which is a matrix."""
+        is_unscaled_matrix = len(self.shape) == 2 and self.scales is None
+        return is_unscaled_matrix and (self.columns is None or self.group_order is not None)
 
 
 class GgufTensors:
@@ -92,6 +102,7 @@ class GgufTensors:
         self._value_heads = value_heads
         self._numbers = _numbers(header, own)
         self._tensors: dict[str, _Named] = {}
+        self._found: dict[str, TensorInfo] = {}
         self._mappings: dict[Path, mmap.mmap] = {}
         for name, stored in header.tensors.items():
             layer = _LAYER.match(name)
@@ -99,12 +110,11 @@ class GgufTensors:
             if name in _FROM_CONFIG or is_further or self._is_scale(name):
                 continue
             scales = header.tensors.get(name.removesuffix(".weight") + _SCALE)
-            for theirs, named in self._place(name, stored):
-                self._tensors[theirs] = named._replace(scales=scales)
-        self._found = {
-            name: TensorInfo(named.shape, named.stored.type.dtype, named.in_groups)
-            for name, named in self._tensors.items()
-        }
+            has_groups = self._has_groups(stored)
+            for theirs, given in self._place(name, stored):
+                named = self._tensors[theirs] = given._replace(scales=scales)
+                in_groups = has_groups and named.keeps_groups
+                self._found[theirs] = TensorInfo(named.shape, stored.type.dtype, in_groups)
         self._found |= {name: TensorInfo((1,), "float32") for name in self._numbers}
 
     def describe(self) -> Mapping[str, TensorInfo]:
@@ -138,7 +148,10 @@ class GgufTensors:
             yield start - rows.start, values[:, None] if middle else values
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
-        """Yield `rows` of a matrix `[outputs, inputs]` in order, as (first index, 4-bit groups)."""
+        """Yield `rows` of a matrix `[outputs, inputs]` in order, as (first index, 4-bit groups).
+
+        Raises ConfigError for a number of Q4_K that float16 cannot hold.
+        """
         named = self._tensors[name]
         block = named.stored.type
         assert block.groups is not None
@@ -147,18 +160,33 @@ class GgufTensors:
         for start in range(rows.start, rows.stop, step):
             own = range(start, min(start + step, rows.stop))
             blocks = self._packed(named, own).reshape(-1, block.num_bytes)
-            found = block.groups(blocks)
+            found = block.groups(blocks).joined(len(own), named.group_order)
             self._forget_pages()
-            scales, minima = (
-                None if it is None else it.reshape(len(own), -1)
-                for it in (found.scales, found.minima)
-            )
-            assert scales is not None
-            yield start - rows.start, Groups(found.values.view(len(own), -1), scales, minima)
+            scales, minima = found.scales, found.minima
+            if block.rounds_scales and not _all_finite(scales, minima):
+                raise ConfigError(
+                    f"{quoted_path(named.stored.path)}: tensor {tensor_name(name)} of {block.name} "
+                    "has a scale or a minimum of more than 65504, which float16 cannot hold; load "
+                    "the matrices in 8 bits (weights_dtype='int8') or in floats"
+                )
+            yield start - rows.start, found
 
     def close(self) -> None:
         """Unmap the files. The next read maps them again."""
         self._mappings.clear()
+
+    def _has_groups(self, stored: StoredTensor) -> bool:
+        """Return whether a tensor consists of groups of 4-bit values.
+
+        Their scales are float16 numbers. If they must be rounded, the largest scale has to be a
+        normal float16 number, so that the smallest ones are rounded by little of a step. Only
+        the first row is read.
+        """
+        block = stored.type
+        if block.groups is None or not block.rounds_scales:
+            return block.groups is not None
+        scales = block.groups(self._bytes(stored)[0].view(-1, block.num_bytes)).scales
+        return bool(scales.abs().max() >= torch.finfo(torch.float16).smallest_normal)
 
     def _is_scale(self, name: str) -> bool:
         """Return whether a tensor has scales of another, or of activations, which are not used.
@@ -322,6 +350,10 @@ class GgufTensors:
         """Release the pages that were read. Otherwise they would stay resident until `close`."""
         for mapping in self._mappings.values():
             mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _all_finite(*tensors: Tensor | None) -> bool:
+    return all(it is None or bool(it.isfinite().all()) for it in tensors)
 
 
 def _numbers(header: Header, own: Architecture) -> dict[str, float]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import PagedDriver
-from gguf_files import write_gguf
+from gguf_files import random_blocks, write_gguf
 
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
@@ -26,6 +26,7 @@ from gptmanager.models.gguf.architectures import ARCHITECTURES, VARIANTS
 from gptmanager.models.gguf.config import config_of
 from gptmanager.models.gguf.header import read_header
 from gptmanager.models.gguf.row_orders import ValueHeads
+from gptmanager.models.gguf.tensors import GgufTensors
 
 FOLDER = Path(__file__).with_name("architectures")
 FILES = sorted(FOLDER.glob("*.gguf"))
@@ -48,6 +49,24 @@ def test_value_heads_are_read_in_the_order_of_their_key_heads() -> None:
     order = ValueHeads(2, 6, key_dim=4, value_dim=2).order(1, 2)
     assert order(range(13)).tolist() == [0, 1, 2, 5, 6, 9, 10, 3, 4, 7, 8, 11, 12]
     assert any(".linear_attn." in name for name in open_tensors(FOLDER / "qwen35.gguf").describe())
+
+
+@pytest.mark.parametrize("value_dim", [64, 32, 16])
+def test_value_heads_of_whole_groups_stay_in_4_bits(value_dim: int, tmp_path: Path) -> None:
+    blocks = random_blocks(torch.Generator().manual_seed(1), 3 * 12, 20).reshape(3, -1)
+    blocks.reshape(-1, 20)[:, :4] = np.float16([0.5, -2]).view(np.uint8)
+    path = write_gguf(
+        tmp_path / "a.gguf", {}, {"blk.0.ssm_out.weight": (3, blocks)}, sizes={3: (32, 20)}
+    )
+    heads = ValueHeads(2, 384 // value_dim, value_dim, value_dim)
+    source = GgufTensors(read_header(path), ARCHITECTURES["qwen35"], 1, 1, value_heads=heads)
+
+    ((name, info),) = source.describe().items()
+    assert info.in_groups == (value_dim != 16)
+    if info.in_groups:
+        found = [it.floats() for _, it in source.groups(name, 384 * 4, range(1, 3))]
+        floats = [it for _, it in source.pieces(name, 1 << 20, [range(1, 3), range(384)])]
+        assert len(found) == 2 and torch.equal(torch.cat(found), torch.cat(floats))
 
 
 def logits_of(source: Path, expected: dict[str, np.ndarray], **options: Any) -> np.ndarray:

@@ -213,8 +213,10 @@ def with_experts(given: Mapping[str, Any], joined: bool = False) -> dict[str, An
     return found | exps
 
 
-def quantized_llama(path: Path, number: int, sparse: bool = False, **metadata: Any) -> Path:
-    """A Llama with matrices of random blocks, whose scales are small numbers."""
+def quantized_llama(
+    path: Path, number: int, sparse: bool = False, scale: float = 0.001, **metadata: Any
+) -> Path:
+    """A Llama with matrices of random blocks, in which the float16 numbers are `scale`."""
     block, generator = BLOCK_TYPES[number], torch.Generator().manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     config = {**CONFIGS["llama"], **sizes}
@@ -228,7 +230,7 @@ def quantized_llama(path: Path, number: int, sparse: bool = False, **metadata: A
             ends = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "TQ1_0": [52]}
             scales = ends.get(block.name, scales)
             for at in scales:
-                raw[:, at : at + 2] = np.float16([0.001]).view(np.uint8)
+                raw[:, at : at + 2] = np.float16([scale]).view(np.uint8)
             tensors[name] = number, raw.reshape(*values.shape[:-1], -1)
     keys = {**model_metadata("llama", config), **metadata}
     return write_gguf(path, keys, tensors, sizes=SIZES)
@@ -328,6 +330,7 @@ def test_quantized_files_are_kept_in_few_bits_unless_a_dtype_is_given(
         (2, "int4", True),
         (3, "file", True),
         (3, "int4", False),
+        (12, "file", True),
         (34, "file", False),
     ],
 )
@@ -337,13 +340,25 @@ def test_matrices_in_4_bits_keep_their_numbers(
     """Also the rows of queries and keys that are stored in pairs, and in a converted folder."""
     path = quantized_llama(tmp_path / "a.gguf", number, sparse)
     exact = load_model(path, dtype="float32").weights
+    # of Q4_K, scales and minima of at most 63 x 0.001 become float16
+    error = 0.063 * 16 / 2**11 if number == 12 else 0
     folder = convert_checkpoint(path, tmp_path / "folder", weights_dtype="int4")
     for source in (path, folder):
         weights = load_model(source, dtype="float32", weights_dtype=weights_dtype).weights
         kept = [name for name in weights if isinstance(weights[name], Int4Matrix)]
         assert len(kept) == len(weights.matrices) - sparse  # the router is floats
         for name in kept:
-            assert torch.equal(weights[name].unpacked(), plain(exact[name]))
+            assert (weights[name].unpacked() - plain(exact[name])).abs().max() <= error
+
+
+def test_matrices_with_scales_beyond_float16_are_stored_in_8_bits(tmp_path: Path) -> None:
+    path = quantized_llama(tmp_path / "small.gguf", 12, scale=5e-7)  # the largest scale is 3.1e-5
+    weights = load_model(path, weights_dtype="file").weights
+    assert {matrix.values.dtype for matrix in weights.matrices} == {torch.int8}
+    path = quantized_llama(tmp_path / "large.gguf", 12, scale=60000)
+    with pytest.raises(ConfigError, match="proj.weight of Q4_K has a scale .* more than 65504"):
+        load_model(path, weights_dtype="file")
+    load_model(path, weights_dtype="int8")
 
 
 @pytest.mark.parametrize("number", [2, 3])

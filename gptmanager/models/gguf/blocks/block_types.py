@@ -27,8 +27,9 @@ class BlockType:
     """The type of a tensor. `dtype`: torch's name of the element type after unpacking.
 
     `unpack` converts uint8 `[blocks, num_bytes]` to `[blocks, size]` of that dtype. `groups`
-    converts each block to a row of groups of 4-bit values, without loss. It is None for types
-    without such groups.
+    converts each block to a row of groups of 4-bit values. It is None for types without such
+    groups. The groups are equal to the block unless `rounds_scales`: then their scales and minima
+    are those of the block, rounded to float16.
     """
 
     name: str
@@ -37,6 +38,7 @@ class BlockType:
     unpack: Callable[[Tensor], Tensor]
     dtype: str = "float32"
     groups: Callable[[Tensor], Groups] | None = None
+    rounds_scales: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -115,10 +117,18 @@ def _q3_k(blocks: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * values.view(-1, 16, 16)).flatten(1)
 
 
+def _q4_k_values(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+
+
 def _q4_k(blocks: Tensor) -> Tensor:
     scales, minima = _scales_and_minima(blocks)
-    values = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    return (scales * values.float() - minima).flatten(1)
+    return (scales * _q4_k_values(blocks).float() - minima).flatten(1)
+
+
+def _q4_k_groups(blocks: Tensor) -> Groups:
+    scales, minima = (it.squeeze(-1) for it in _scales_and_minima(blocks))
+    return Groups(_q4_k_values(blocks).flatten(1), scales.half(), minima.neg().half())
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
@@ -220,7 +230,7 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     8: BlockType("Q8_0", 32, 34, _q8_0),
     10: BlockType("Q2_K", 256, 84, _q2_k),
     11: BlockType("Q3_K", 256, 110, _q3_k),
-    12: BlockType("Q4_K", 256, 144, _q4_k),
+    12: BlockType("Q4_K", 256, 144, _q4_k, groups=_q4_k_groups, rounds_scales=True),
     13: BlockType("Q5_K", 256, 176, _q5_k),
     14: BlockType("Q6_K", 256, 210, _q6_k),
     16: BlockType("IQ2_XXS", 256, 66, grid_blocks.iq2_xxs),
