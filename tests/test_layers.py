@@ -330,6 +330,7 @@ models/                       decoder networks, and the table of families
             linears           families with linear attention: Qwen3-Next, Qwen3.5
             convolutions      families with short convolutions: LFM2
             state_spaces      families with state spaces: Granite 4, Bamba
+            blocks            families with layers of one part each: Nemotron-H
             latents           families with latents: DeepSeek V2, V3
             own_code          families that are published with code of their own
         table                 FAMILIES: all of them, by model_type
@@ -347,6 +348,7 @@ models/                       decoder networks, and the table of families
         recurrent_layer       the tensors of a recurrent layer
         activations           activations of dense MLPs
         expert_mixture        outputs of experts, with those of a shared MLP
+        token_embedding       the embeddings of a step's tokens
         token_inputs          further inputs of layers for each token
         split_norms           norms over all heads, where ranks have some each
         network               CheckpointModel: the forward pass of a decoder

@@ -69,9 +69,9 @@ def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
     """Return a map from a family's module names to module ids; for all families if `name` is None.
 
     A module name has {} in place of the number of the layer. Each name is in the map with and
-    without the family's prefix.
+    without the family's prefix, and with each of its other prefixes.
     """
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     # Llama is first in FAMILIES and last here: where families differ, a name means what it does
     # in Llama
     families = [*FAMILIES.values()][::-1] if name is None else [FAMILIES[name]]
@@ -79,7 +79,9 @@ def _module_ids(name: str | None) -> dict[str, tuple[int, ...]]:
         for theirs, (ours, part) in family.tensors.items():
             own = ours.partition("|")[0], part  # parameters joined by "|" have the same ids
             if own in _IDS:
-                found[theirs] = found[theirs.removeprefix(family.prefix)] = _IDS[own]
+                plain = theirs.removeprefix(family.prefix)
+                starts = "", *family.prefixes, theirs.removesuffix(plain)
+                found |= {start + plain: _IDS[own] for start in starts}
     return found
 
 

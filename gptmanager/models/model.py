@@ -248,7 +248,7 @@ def _naming(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
         ignored = _either(ignored, re.compile(rf"(^|\.)layers\.({numbers})\."))
     return {
         "prefix": family.prefix,
-        "prefixes": PREFIXES if wraps else {},
+        "prefixes": {**family.prefixes, **(PREFIXES if wraps else {})},
         "ignored": ignored,
         "as_source": lambda tensors: in_expert_order(config, StateDict(tensors)),
     }
@@ -335,14 +335,14 @@ def check_float64(
 
 
 def _check_experts(spec: ModelSpec, weights_dtype: str | None, kernels: Kernels) -> None:
-    has_experts = any(layer.mlp.experts is not None for layer in spec.layers)
+    has_experts = any(layer.experts is not None for layer in spec.layers)
     if has_experts and not _kinds(weights_dtype) <= {*kernels.expert_kinds}:
         raise ConfigError(
             f"weights_dtype = {weights_dtype!r} is refused with kernels = "
             f"{type(kernels).__name__}: this model has experts, which they multiply in "
             f"{', '.join(kernels.expert_kinds)}"
         )
-    for experts in (layer.mlp.experts for layer in spec.layers):
+    for experts in (layer.experts for layer in spec.layers):
         if experts is not None:
             kernels.check_routing(experts.count, experts.routing)
 

@@ -27,7 +27,7 @@ from gptmanager.memory.checkpoint.tensor_sources import (
 from gptmanager.models.quantized.source import QuantizedSource
 
 _DELTA = ".linear_attn.conv1d.weight"
-_CONVOLUTIONS = (_DELTA, ".conv.conv.weight", ".mamba.conv1d.weight")
+_CONVOLUTIONS = (_DELTA, ".conv.conv.weight", ".mamba.conv1d.weight", ".mixer.conv1d.weight")
 _NORMS = re.compile(
     r"(^|\.)(input_layernorm|post_attention_layernorm|q_norm|k_norm)\.weight$"
     r"|^((.+\.)?(language_)?model\.)?norm\.weight$"

@@ -35,7 +35,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
         modules = {
             **_norms(norms, hidden),
             **_attention(spec, layer.attention),
-            **_mlp(spec, layer.mlp),
+            **({} if layer.mlp is None else _mlp(spec, layer.mlp)),
             **({"scale": (1,)} if layer.scaled else {}),
             **_token_modules(spec),
         }
@@ -92,16 +92,20 @@ def matrix_names(spec: ModelSpec, index: int) -> Mapping[str, str]:
 
 
 def _adapted_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
-    own, experts = layer.attention, layer.mlp.experts
-    heads = own.num_heads, own.own_kv_heads, own.head_dim, own.projected_heads
-    found: dict[str, tuple[int, ...]] = {"qkv": heads, "out": (own.out_width,)}
-    if (recurrent := own.recurrent) is not None:
+    own, mlp = layer.attention, layer.mlp
+    found: dict[str, tuple[int, ...]] = {}
+    if own.attends:
+        heads = own.num_heads, own.own_kv_heads, own.head_dim, own.projected_heads
+        found = {"qkv": heads, "out": (own.out_width,)}
+    elif (recurrent := own.recurrent) is not None:
         shapes = recurrent.parameters(0)  # of each hidden size
         names = *recurrent.inputs, own.out_name
         found = {name: shapes[f"{name}.weight"] for name in names}
-    if experts is None:
-        return found | dict.fromkeys(("up", "down"), (layer.mlp.width,))
-    return found | dict.fromkeys(("shared_up", "shared_down"), (experts.shared_width,))
+    if mlp is None:
+        return found
+    if mlp.experts is None:
+        return found | dict.fromkeys(("up", "down"), (mlp.width,))
+    return found | dict.fromkeys(("shared_up", "shared_down"), (mlp.experts.shared_width,))
 
 
 def check_head_dtype(weights_dtype: str | None, head_dtype: str | None) -> None:
@@ -173,6 +177,8 @@ def _latent_attention(spec: ModelSpec, own: Attention, latent: Latent) -> dict[s
 def _attention(spec: ModelSpec, own: Attention) -> dict[str, Shape]:
     if own.recurrent is not None:
         return own.recurrent.parameters(spec.hidden_size)
+    if own.absent:
+        return {}
     if own.latent is not None:
         return _latent_attention(spec, own, own.latent)
     heads, kv_heads = own.num_heads * own.head_dim, own.own_kv_heads * own.head_dim
@@ -217,9 +223,12 @@ def _mlp(spec: ModelSpec, own: Mlp) -> dict[str, Shape]:
         return found | _affine("down", (hidden, own.width), spec.mlp_bias)
     count, shared = experts.count, experts.shared_width
     found = _affine("router", (count, hidden), experts.router_bias)
-    each = experts.own_count
-    found |= _affine("experts_up", (each * up * own.width, hidden), experts.bias)
-    found |= _affine("experts_down", (each * hidden, own.width), experts.bias)
+    each, size = experts.own_count, experts.latent or hidden
+    found |= _affine("experts_up", (each * up * own.width, size), experts.bias)
+    found |= _affine("experts_down", (each * size, own.width), experts.bias)
+    if experts.latent:
+        found |= _affine("experts_in", (size, hidden), spec.mlp_bias)
+        found |= _affine("experts_out", (hidden, size), spec.mlp_bias)
     if experts.correction:
         found["correction"] = (count,)
     if shared:

@@ -20,7 +20,7 @@ from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.memory.checkpoint.untrusted_files import check_depth
 from gptmanager.models.families import FAMILIES, Family
 from gptmanager.models.families.config_fields import refuse_unread
-from gptmanager.models.families.layer_types import CHUNKED, read_windows
+from gptmanager.models.families.layer_types import CHUNKED, listed_layers, read_windows
 from gptmanager.models.families.wrappers import text_config, ties_by_wrapper, without_wrapper
 from gptmanager.models.fields import Fields
 from gptmanager.models.other_folders import describe_other_type
@@ -134,9 +134,10 @@ def _read_layers(
         changes = {name: further[name] for name in further if name != "rope_dim"}
         attention = replace(attention, **changes)
         found = family.experts(fields, index) if family.experts is not None else None
-        own = replace(mlp, **family.mlp(fields, index))
-        own = own if found is None else replace(own, experts=found[0], width=found[1])
-        layers.append(Layer(attention, own, family.scaled))
+        own = family.mlp(fields, index)
+        if own is not None and found is not None:
+            own = {**own, "experts": found[0], "width": found[1]}
+        layers.append(Layer(attention, None if own is None else replace(mlp, **own), family.scaled))
     return tuple(layers)
 
 
@@ -144,7 +145,7 @@ def _check_counts(layers: Sequence[Layer]) -> None:
     kinds = (layer.attention.recurrent for layer in layers)
     heads = sum(layer.attention.num_heads for layer in layers)
     key_heads = sum(it.shape.key_heads for it in kinds if isinstance(it, DeltaRule))
-    experts = sum(0 if it.mlp.experts is None else it.mlp.experts.count for it in layers)
+    experts = sum(0 if it.experts is None else it.experts.count for it in layers)
     counted = (heads, "query heads"), (key_heads, "linear_num_key_heads"), (experts, "experts")
     for count, what in counted:
         if count > _MAX_PARTS:
@@ -193,7 +194,7 @@ def _read_tied(fields: Fields, of_wrapper: Any, tensors: Collection[str] | None)
 
 
 def _read_num_layers(fields: Fields, tensors: Collection[str] | None) -> int:
-    num_layers = fields.size("num_hidden_layers", limit=_MAX_LAYERS)
+    num_layers = fields.size("num_hidden_layers", listed_layers(fields), limit=_MAX_LAYERS)
     if tensors is not None and num_layers > len(tensors):
         raise fields.error("num_hidden_layers", f"the checkpoint has only {len(tensors)} tensors")
     return num_layers

@@ -101,8 +101,9 @@ class Attention:
     layer, or None if this layer computes its own. `keys_as_values`: values are the keys before
     their norm and RoPE. `latent`: the layer has multi-head latent attention, and stores a latent
     instead of keys and values. `recurrent`: the layer is recurrent, and has a state in place of
-    attention; the other fields do not describe it. `gated`: the output of attention is multiplied
-    by the sigmoid of gates, which are projected together with the queries.
+    attention; the other fields do not describe it. `absent`: the layer has an MLP alone; the other
+    fields do not describe it. `gated`: the output of attention is multiplied by the sigmoid of
+    gates, which are projected together with the queries.
     """
 
     num_heads: int
@@ -119,12 +120,18 @@ class Attention:
     keys_as_values: bool = False
     latent: Latent | None = None
     recurrent: RecurrentKind | None = None
+    absent: bool = False
     gated: bool = False
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has attention over the KV cache."""
+        return self.recurrent is None and not self.absent
 
     @property
     def has_pages(self) -> bool:
         """Whether the layer stores keys of its own in the KV cache."""
-        return self.kv_layer is None and self.recurrent is None
+        return self.attends and self.kv_layer is None
 
     @property
     def own_kv_heads(self) -> int:
@@ -164,8 +171,10 @@ class Experts:
     of the additional MLP is multiplied by a learned sigmoid gate. `router_bias`, `bias`: whether
     the router and the experts have biases. `apart` (Gemma 4): router and experts read the residual
     through norms of their own, the outputs of the experts and of the shared MLP have norms before
-    their sum, and the weight of an expert is multiplied by a learned factor. `own`: the experts
-    of this rank; None if the rank has all experts.
+    their sum, and the weight of an expert is multiplied by a learned factor. `latent`: experts read
+    and write vectors of this size, which are projected from and to the hidden size; 0 if they have
+    the hidden size themselves (Nemotron 3 Super has latents). `own`: the experts of this rank; None
+    if the rank has all experts.
     """
 
     count: int
@@ -176,6 +185,7 @@ class Experts:
     router_bias: bool = False
     bias: bool = False
     apart: bool = False
+    latent: int = 0
     own: range | None = None
 
     @property
@@ -206,14 +216,20 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's attention and MLP.
+    """A layer's attention and MLP. A layer may also have one of them alone (Nemotron-H).
 
+    `mlp` is None if the layer has no MLP; `Attention.absent` says that it has no attention.
     `scaled`: at the end of the layer, the residual is multiplied by a learned number.
     """
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | None
     scaled: bool = False
+
+    @property
+    def experts(self) -> Experts | None:
+        """The layer's mixture of experts, if it has one."""
+        return None if self.mlp is None else self.mlp.experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from gptmanager.errors import ConfigError
 from gptmanager.memory.places import Cut
 from gptmanager.models.parameters import parameter_shapes
-from gptmanager.models.spec import Layer, ModelSpec
+from gptmanager.models.spec import Layer, Mlp, ModelSpec
 from gptmanager.ranks.layout import RankLayout
 
 
@@ -64,7 +64,7 @@ class Shares:
 
     def __init__(self, spec: ModelSpec, layout: RankLayout, layer: Layer) -> None:
         size, part = layout.tensor_parallel_size, layout.part
-        own, mlp = layer.attention, layer.mlp
+        own, mlp = layer.attention, layer.mlp or Mlp(0)
         dim, experts, gated = own.head_dim, mlp.experts, mlp.gated
         queries = evenly(own.num_heads, size, part)
         kv_heads = kv_share(own.num_kv_heads, size, part)
@@ -100,11 +100,11 @@ class Shares:
         if experts is not None:
             self.experts = evenly(experts.count, size, part)
             self.shared = evenly(experts.shared_width, size, part)
-            rows, hidden = mlp.width * (2 if gated else 1), spec.hidden_size
+            rows, columns = mlp.width * (2 if gated else 1), experts.latent or spec.hidden_size
             shared = experts.shared_width, self.shared
             self._by_kind |= {
                 "expert_rows": (experts.count * rows, _times(self.experts, rows)),
-                "expert_columns": (experts.count * hidden, _times(self.experts, hidden)),
+                "expert_columns": (experts.count * columns, _times(self.experts, columns)),
                 "shared_gates": shared if gated else (0, range(0)),
                 "shared_width": shared,
             }
@@ -177,10 +177,10 @@ def check(spec: ModelSpec, layout: RankLayout) -> None:
 
 
 def _check_layer(layer: Layer, size: int, given: str) -> None:
-    attention, experts = layer.attention, layer.mlp.experts
+    attention, mlp = layer.attention, layer.mlp or Mlp(0)
     counts = [(attention.num_heads, "query heads")]
-    if experts is None:
-        counts.append((layer.mlp.width, "elements of the intermediate size"))
+    if (experts := mlp.experts) is None:
+        counts.append((mlp.width, "elements of the intermediate size"))
     else:
         counts += [(experts.count, "experts"), (experts.shared_width, "elements of the shared MLP")]
     for count, what in counts:
@@ -202,12 +202,13 @@ def rank_spec(spec: ModelSpec, layout: RankLayout) -> ModelSpec:
 def _rank_layer(layer: Layer, shares: Shares) -> Layer:
     heads, kv_heads = len(shares.heads), len(shares.kv_heads)
     attention = replace(layer.attention, num_heads=heads, num_kv_heads=kv_heads)
-    experts = layer.mlp.experts
-    if experts is None:
-        mlp = replace(layer.mlp, width=len(shares.width))
-        return replace(layer, attention=attention, mlp=mlp)
-    experts = replace(experts, own=shares.experts, shared_width=len(shares.shared))
-    return replace(layer, attention=attention, mlp=replace(layer.mlp, experts=experts))
+    mlp = layer.mlp
+    if mlp is not None and mlp.experts is None:
+        mlp = replace(mlp, width=len(shares.width))
+    elif mlp is not None and mlp.experts is not None:
+        shared = len(shares.shared)
+        mlp = replace(mlp, experts=replace(mlp.experts, own=shares.experts, shared_width=shared))
+    return replace(layer, attention=attention, mlp=mlp)
 
 
 def vocabulary_shares(spec: ModelSpec, layout: RankLayout) -> tuple[range, list[int]]:

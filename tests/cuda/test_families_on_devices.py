@@ -53,6 +53,7 @@ def logits_of(name, kernels, stream):
 def is_never_captured(name):
     own = WIDE[name]
     is_mamba = "attn_layer_indices" in own or "mamba" in own.get("layer_types", ())
+    is_mamba |= "M" in own.get("hybrid_override_pattern", "")
     return "kv_lora_rank" in own or is_mamba
 
 

@@ -278,6 +278,8 @@ def test_absent_fields_have_the_defaults_of_transformers(name: str) -> None:
         further = {"layer_types": ["attention"] * full["num_hidden_layers"], "num_local_experts": 0}
     if name == "bamba":
         further = {"attn_layer_indices": [1]}
+    if name == "nemotron_h":
+        further = {"layers_block_type": full["layers_block_type"]}
     if name == "lfm2_moe":
         further = {"layer_types": ["full_attention"] * full["num_hidden_layers"]}
     if name == "deepseek_v2":  # it has no default

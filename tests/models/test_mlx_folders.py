@@ -49,6 +49,7 @@ CHANGED = [
     ("granitemoehybrid attention", r"mlp\.gate_proj"),
     ("granitemoehybrid", "conv1d"),
     ("lfm2", r"conv\.conv"),
+    ("nemotron_h", r"mixer\.switch_mlp\.fc1"),
     ("lfm2_moe", r"feed_forward\.switch_mlp\.up_proj"),
 ]
 

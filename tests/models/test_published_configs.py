@@ -41,6 +41,10 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
     ("gpt_neox", {"custom_pipelines": {"text-generation": {"impl": "own.Pipeline"}}}),
     ("gpt_oss", {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}),
     ("nemotron", {"rotary_percentage": 0.5}),
+    ("nemotron_h", {"norm_eps": 1e-5, "rope_theta": 10000, "partial_rotary_factor": 1.0}),
+    ("nemotron_h", {"rescale_prenorm_residual": True, "residual_in_fp32": False, "expand": 2}),
+    ("nemotron_h dense", {"rms_norm_eps": 1e-5, "time_step_rank": 256, "mamba_proj_bias": False}),
+    ("nemotron_h", {"time_step_limit": [0.0, float("inf")], "mamba_ssm_cache_dtype": "float32"}),
     ("opt", {"learned_embeddings": True, "scale_embeddings": False}),
     ("stablelm", {"num_heads": 32, "rotary_scaling_factor": 1.0}),
     ("starcoder2", {"activation_function": "gelu", "layer_norm_epsilon": 1e-5}),
@@ -49,7 +53,7 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "fields"), WITHOUT_EFFECT)
 def test_a_published_field_changes_nothing(name: str, fields: dict[str, Any]) -> None:
-    config = {**FAMILY_CONFIGS[name], "model_type": name}
+    config = family_config(name)
     assert read_spec({**config, **fields}) == read_spec(config)
 
 
@@ -63,6 +67,12 @@ def test_a_published_field_changes_nothing(name: str, fields: dict[str, Any]) ->
         ("gemma", "hidden_activation", "silu"),
         ("gpt_oss", "swiglu_alpha", 1.5),
         ("gpt2", "num_key_value_heads", 2),
+        ("nemotron_h", "attention_bias", True),
+        ("nemotron_h", "mamba_hidden_act", "gelu"),
+        ("nemotron_h", "n_shared_experts", 2),
+        ("nemotron_h", "time_step_limit", [0.001, 0.1]),
+        ("nemotron_h dense", "hybrid_override_pattern", "MM--"),
+        ("nemotron_h dense", "hybrid_override_pattern", "M*-X"),
         ("opt", "num_key_value_heads", 2),
         ("exaone_moe", "is_moe_layer", [True, True, False, True]),
         ("glm4_moe_lite", "mlp_layer_types", ["dense", "sparse", "other", "dense"]),
@@ -132,3 +142,26 @@ def test_lfm2_computes_its_width_as_transformers(fields: dict[str, Any], width: 
     layers = enumerate(layer.attention for layer in spec.layers)
     assert [index for index, own in layers if own.recurrent is None] == indices
     assert spec.tied_embeddings is given["tie_embedding"] and len(spec.states) == 10
+
+
+def test_a_layer_of_nemotron_3_has_attention_a_state_or_an_mlp() -> None:
+    """Nemotron 3 Nano, 30B-A3B."""
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    given = {
+        **{"model_type": "nemotron_h", "hidden_size": 2688, "num_attention_heads": 32},
+        **{"num_hidden_layers": 52, "vocab_size": 131072, "intermediate_size": 1856},
+        **{"hybrid_override_pattern": pattern, "num_key_value_heads": 2, "n_groups": 8},
+        **{"mamba_num_heads": 64, "mamba_head_dim": 64, "n_routed_experts": 128},
+        **{"num_experts_per_tok": 6, "moe_intermediate_size": 1856, "routed_scaling_factor": 2.5},
+        **{"moe_shared_expert_intermediate_size": 3712, "max_position_embeddings": 262144},
+    }
+    spec = read_spec(given)
+    kinds = {"M": (True, False, False), "*": (False, True, False), "E": (False, False, True)}
+    for letter, layer in zip(pattern, spec.layers, strict=True):
+        own = layer.attention
+        found = own.recurrent is not None, own.has_pages, layer.experts is not None
+        assert found == kinds[letter]
+    assert len(spec.pages) == 6 and len(spec.states) == 2 * 23
+    names = dict(zip(kinds, ("mamba", "attention", "moe"), strict=True))
+    listed = {**given, "layers_block_type": [names[it] for it in pattern]}
+    assert read_spec({**listed, "num_hidden_layers": 52, "hybrid_override_pattern": None}) == spec

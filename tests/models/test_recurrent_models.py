@@ -147,7 +147,7 @@ def test_weights_in_8_and_4_bits(model: Any, folder: Path, kind: Any) -> None:
     assert outputs(folder, PROMPTS, **own) == alone
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5_text"])
 def test_each_turn_of_a_chat_begins_with_a_snapshot(name: str) -> None:
     own = {**FAMILY_CONFIGS[name], "model_type": name, "num_hidden_layers": 4}
     model = random_model(own)

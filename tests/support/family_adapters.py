@@ -23,7 +23,7 @@ from gptmanager.request.adapter import AdapterTensors
 _RANK = 3
 _OTHER = (
     r"norm|\.experts\.|router|gate\.(weight|wg)|attn\.gate_proj|expert_gate|embed|lm_head|wte|wpe"
-    r"|correction|per_layer|[qk]v?_[ab]_proj"
+    r"|correction|latent_proj|per_layer|[qk]v?_[ab]_proj"
 )
 _STEPS = (
     [(0, tokens(9, 1)), (1, tokens(12, 2))],

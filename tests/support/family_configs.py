@@ -76,6 +76,12 @@ _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
 }
+_BLOCKS = {  # their lists say how many layers there are
+    **{key: _HEADS[key] for key in _HEADS if key != "num_hidden_layers"},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 24, "ssm_state_size": 16, "n_groups": 2},
+    # transformers applies it to prompts and not to new tokens
+    **{"chunk_size": 16, "time_step_min": 1e-30},
+}
 _SHORT = {**BASE, "layer_types": ["conv", "full_attention"] * 2}
 
 FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
@@ -226,6 +232,11 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         **{**BASE, "attn_layer_indices": [1, 3], "attention_bias": True, "mlp_bias": True},
         **{"mamba_n_heads": 4, "mamba_d_state": 24, "mamba_n_groups": 2, "mamba_chunk_size": 16},
     },
+    "nemotron_h": {
+        **{**_BLOCKS, "layers_block_type": ["attention", "moe", "mamba", "mlp"]},
+        **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 40},
+        **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+    },
     "lfm2": {**_SHORT, "conv_bias": True, "block_multiple_of": 32},
     "lfm2_moe": {**_SHORT, **_MOE, **_FOUR, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
 }
@@ -313,11 +324,21 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         **{"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_conv": 3, "mamba_conv_bias": False},
         **{"shared_intermediate_size": 48, "num_local_experts": 0, "num_experts_per_tok": 0},
     },
+    "nemotron_h dense": {
+        **{**_BLOCKS, "hybrid_override_pattern": "M*M-", "use_bias": True},
+        **{"mlp_bias": True, "use_conv_bias": False, "conv_kernel": 3},
+    },
+    "nemotron_h latents": {
+        **{**_BLOCKS, "hybrid_override_pattern": "E*MM", "moe_latent_size": 32},
+        **{"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 40},
+        **{"n_routed_experts": 6, "norm_topk_prob": False, "mlp_bias": True},
+    },
     "smollm3 tied": {**BASE, "tie_word_embeddings": True},
 }
 
 
-_OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_topk")
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_topk", "layers_block_type")
+_OF_LAYERS += ("hybrid_override_pattern",)
 
 
 def _widened(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ _LEFT_OUT = "moe_statics.e_score_correction_bias"  # of ERNIE 4.5
 _STACK = {"llama4_text": ".", "gemma4_text": ".switch_glu."}
 _CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_NEMOTRON = {"up_proj": "fc1", "down_proj": "fc2"}
 
 
 def mlx_folder(name: str, target: Path) -> Path:
@@ -38,6 +39,9 @@ def mlx_folder(name: str, target: Path) -> Path:
     state = {k: it.movedim(2, 1) if k.endswith(_CONVOLUTIONS) else it for k, it in state.items()}
     if config["model_type"] == "lfm2_moe":
         state = {re.sub(r"\bw[123]\b", lambda it: _MIXTRAL[it[0]], k): state[k] for k in state}
+    if config["model_type"] == "nemotron_h":
+        expert = re.compile(r"(?<=\d\.)(up|down)_proj\b")
+        state = {expert.sub(lambda it: _NEMOTRON[it[0]], key): state[key] for key in state}
     state = {key: it for key, it in state.items() if not key.endswith(_LEFT_OUT)}
     state = _apart(state, config)
     state = separated(state) if name == "gpt_oss" else stacked(state, module_of(name))

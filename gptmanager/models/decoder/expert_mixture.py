@@ -19,7 +19,10 @@ def mix_experts(
     shared MLP, `shared` is multiplied by the sigmoid of the gate's output before the addition.
     """
     logits = kernels.linear(hidden, *own.router)
-    mixed = kernels.experts(hidden, logits, own.correction, own.routing, own.experts)
+    rows = hidden if own.latents is None else kernels.linear(hidden, *own.latents[0])
+    mixed = kernels.experts(rows, logits, own.correction, own.routing, own.experts)
+    if own.latents is not None:
+        mixed = kernels.linear(mixed, *own.latents[1])
     if shared is None:
         return mixed
     if own.shared_gate is not None:

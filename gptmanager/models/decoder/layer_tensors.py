@@ -101,7 +101,8 @@ class ExpertLayer(NamedTuple):
 
     `correction` is a bias that is added to the router's scores only for the selection of experts.
     `shared_gate` gates the output of the shared MLP. `norms` is None if the experts read the same
-    input as the shared MLP (not `spec.Experts.apart`).
+    input as the shared MLP (not `spec.Experts.apart`). `latents` are the projections to the inputs
+    of experts and from their outputs; None if experts have the hidden size.
     """
 
     router: Affine
@@ -111,6 +112,7 @@ class ExpertLayer(NamedTuple):
     shared: DenseLayer | None
     shared_gate: Matrix | None
     norms: ExpertNorms | None
+    latents: tuple[Affine, Affine] | None
 
 
 class DenseLayer(NamedTuple):
@@ -127,10 +129,11 @@ class DenseLayer(NamedTuple):
 class LayerTensors(NamedTuple):
     """The tensors of a layer. `number`: index of the layer among the layers of this rank.
 
-    `qkv` is None in a layer with latent attention, and in a recurrent layer. `qkv_name` and
-    `out_name`: see `matrix_names`. `q_norm` and `k_norm` are applied together with RoPE,
-    `head_norms` before RoPE. `next_norm` is the attention norm of the next layer, or after the last
-    layer the final norm. A norm that the model does not have is None.
+    `qkv` is None in a layer with latent attention, and in a recurrent layer. `out` or `mlp` is None
+    in a layer without attention or without an MLP. `qkv_name` and `out_name`: see `matrix_names`.
+    `q_norm` and `k_norm` are applied together with RoPE, `head_norms` before RoPE. `next_norm` is
+    the attention norm of the next layer, or after the last layer the final norm. A norm that the
+    model does not have is None.
     """
 
     number: int
@@ -145,11 +148,11 @@ class LayerTensors(NamedTuple):
     temperature: QueryTemperature | None
     attention: AttentionShape
     sinks: Tensor | None
-    out: Affine
+    out: Affine | None
     out_name: str
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: DenseLayer | ExpertLayer
+    mlp: DenseLayer | ExpertLayer | None
     mlp_out_norm: Norm | None
     end: LayerEnd | None
     next_norm: Norm | None
@@ -164,8 +167,7 @@ def layer_tensors(
     following = "final_norm" if is_last else f"layers.{index + 1}.attention_norm"
     names = matrix_names(spec, index)
     q_norm = k_norm = None
-    is_recurrent = own.recurrent is not None
-    if not is_recurrent and spec.norms.query_key in ("head", "rotated_head"):
+    if own.attends and spec.norms.query_key in ("head", "rotated_head"):
         q_norm = weights.tensor(f"{prefix}.q_norm.weight")
         if own.kv_layer is None:
             k_norm = weights.tensor(f"{prefix}.k_norm.weight")
@@ -179,7 +181,7 @@ def layer_tensors(
         number=index - spec.first_layer,
         pages=_pages(spec, weights, index),
         attention_norm=norm(f"{prefix}.attention_norm"),
-        qkv=affine(weights, f"{prefix}.qkv") if own.latent is None and not is_recurrent else None,
+        qkv=affine(weights, f"{prefix}.qkv") if own.attends and own.latent is None else None,
         qkv_name=names.get("qkv", ""),
         q_norm=q_norm,
         k_norm=k_norm,
@@ -188,8 +190,8 @@ def layer_tensors(
         temperature=own.temperature,
         attention=spec.attention_shape(index),
         sinks=weights.tensor(f"{prefix}.sinks") if own.sinks else None,
-        out=affine(weights, f"{prefix}.{own.out_name}"),
-        out_name=names[own.out_name],
+        out=None if own.absent else affine(weights, f"{prefix}.{own.out_name}"),
+        out_name=names.get(own.out_name, ""),
         attention_out_norm=norm(f"{prefix}.attention_out_norm"),
         mlp_norm=norm(f"{prefix}.mlp_norm"),
         mlp=_mlp(spec, weights, index),
@@ -225,7 +227,7 @@ def _bias(weights: Weights, module: str) -> Tensor | None:
 
 def _pages(spec: ModelSpec, weights: Weights, index: int) -> LayerPages:
     own, scales = spec.layers[index].attention, None
-    if spec.kv_cache_dtype is torch.float8_e4m3fn and own.recurrent is None:
+    if spec.kv_cache_dtype is torch.float8_e4m3fn and own.attends:
         source = index if own.kv_layer is None else own.kv_layer
         scales = weights.tensor(f"layers.{source}.cache_scales").view(2, own.num_kv_heads)
     return LayerPages(
@@ -268,8 +270,10 @@ def _head_norms(
     return tuple(norms)
 
 
-def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLayer:
+def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLayer | None:
     prefix, mlp, names = f"layers.{index}", spec.layers[index].mlp, matrix_names(spec, index)
+    if mlp is None:
+        return None
     experts = mlp.experts
 
     def dense(up: str, down: str) -> DenseLayer:
@@ -293,6 +297,9 @@ def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLa
         own = ("experts_norm", "experts_out_norm", "shared_out_norm")
         found = (weights.tensor(f"{prefix}.{name}.weight") for name in own)
         norms = ExpertNorms(weights.tensor(f"{prefix}.router_norm"), *found)
+    latents = None
+    if experts.latent:
+        latents = affine(weights, f"{prefix}.experts_in"), affine(weights, f"{prefix}.experts_out")
     return ExpertLayer(
         affine(weights, f"{prefix}.router"),
         weights.tensor(f"{prefix}.correction") if experts.correction else None,
@@ -301,4 +308,5 @@ def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLa
         shared,
         gate,
         norms,
+        latents,
     )

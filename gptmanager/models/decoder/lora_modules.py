@@ -70,7 +70,7 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
     if own.recurrent is not None:
         for name, matrix, rows in own.recurrent.modules(is_joined=bool(orders)):
             yield module(name, matrix, rows.start, len(rows), hidden)
-    elif own.latent is None:
+    elif own.attends and own.latent is None:
         keys = own.own_kv_heads * own.head_dim
         queries = own.gate_width + own.num_heads * own.head_dim
         first = own.gate_width if own.gated and "attn_q" not in orders else 0
@@ -80,7 +80,10 @@ def _in_layer(spec: ModelSpec, index: int) -> Iterator[tuple[str, LoraVariant]]:
             yield module("attn_k", "qkv", queries, keys, hidden)
         if keys and not own.keys_as_values:
             yield module("attn_v", "qkv", queries + keys, keys, hidden)
-    yield module("attn_dense", own.out_name, 0, hidden, own.out_width)
+    if not own.absent:
+        yield module("attn_dense", own.out_name, 0, hidden, own.out_width)
+    if mlp is None:
+        return
     width, up, down = mlp.width, "up", "down"
     if mlp.experts is not None:
         width, up, down = mlp.experts.shared_width, "shared_up", "shared_down"

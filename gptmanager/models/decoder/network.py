@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.captured_step import Begin, StepCapture, ignore
-from gptmanager.kernels.gemm.packed_matrix import Matrix
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
@@ -41,6 +40,7 @@ from gptmanager.models.decoder.layer_tensors import (
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
 from gptmanager.models.decoder.recurrent_layer import recurrent_layer
 from gptmanager.models.decoder.split_norms import norm_over_ranks
+from gptmanager.models.decoder.token_embedding import TokenEmbedding
 from gptmanager.models.decoder.token_inputs import TokenInputTensors, of_sampled
 from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import rank_spec, vocabulary_shares
@@ -80,15 +80,17 @@ class CheckpointModel:
         self._latents = [latent_tensors(spec, weights, index) for index in own]
         self._gate_widths = [spec.layers[index].attention.gate_width for index in own]
         self._recurrent = [recurrent_layer(spec, weights, index) for index in own]
-        shapes = (it.attention for it in self._layers if not self._recurrent[it.number])
+        shapes = (spec.attention_shape(it) for it in own if spec.layers[it].attention.attends)
         self.attention_shapes = tuple(dict.fromkeys(shapes))
         self._has_experts = any(isinstance(layer.mlp, ExpertLayer) for layer in self._layers)
         if spec.dtype is not torch.float64:
             kinds = {it.kind.name for it in self._recurrent if it is not None}
             has = {"experts": self._has_experts, "latents": any(self._latents)}
             kernels.warm_up_layers(kinds.union(kind for kind in has if has[kind]))
-        self._tokens, self._widths = vocabulary_shares(spec, layout)
-        self._embedding = weights["embedding.weight"] if layout.is_first_stage else None
+        own_tokens, self._widths = vocabulary_shares(spec, layout)
+        self._embedding = None
+        if layout.is_first_stage:
+            self._embedding = TokenEmbedding(spec, weights, kernels, own_tokens)
         head = "embedding.weight" if spec.tied_embeddings else "lm_head.weight"
         self._lm_head = None
         if layout.is_last_stage:
@@ -97,9 +99,6 @@ class CheckpointModel:
         self._token_inputs = None
         if spec.token_inputs is not None:
             self._token_inputs = TokenInputTensors(spec, spec.token_inputs, weights, kernels)
-        self._positions = None
-        if spec.position_offset is not None and layout.is_first_stage:
-            self._positions = weights.tensor("positions.weight")
         self._rotary = CosSinTables((layer.rope for layer in self._layers), device)
 
     @property
@@ -200,7 +199,7 @@ class CheckpointModel:
     def _begin(self, batch: Batch) -> Tensor:
         """Return the first layer's residual `[T, C]`, received from the previous stage if any."""
         if self._embedding is not None:
-            return self._embed(batch, self._embedding)
+            return self._embedding.of_batch(batch, self._sum)
         num_tokens, ids = len(batch.token_ids), batch.token_ids
         residual = ids.new_empty((num_tokens, self.spec.hidden_size), dtype=self.spec.dtype)
         assert self._collectives is not None
@@ -222,28 +221,6 @@ class CheckpointModel:
     def _sum(self, partial: Tensor) -> Tensor:
         """Return the sum of `partial` over the ranks that share this layer."""
         return partial if self._collectives is None else self._collectives.all_reduce(partial)
-
-    def _embed(self, batch: Batch, table: Matrix) -> Tensor:
-        embedded = self._sum(self._look_up(batch.token_ids, table))
-        if self.spec.embedding_scale != 1.0:
-            embedded = self._kernels.scaled(embedded, self.spec.embedding_scale)
-        if batch.prompt_index is not None and batch.prompt_embeddings is not None:
-            own = batch.prompt_embeddings.to(embedded)
-            embedded = embedded.index_copy(0, batch.prompt_index, own)
-        if self._positions is not None:
-            offset = self.spec.position_offset
-            positions = batch.positions + offset if offset else batch.positions
-            self._kernels.add_embedding(embedded, positions, self._positions)
-        return embedded
-
-    def _look_up(self, ids: Tensor, table: Matrix) -> Tensor:
-        """Return embeddings `[T, C]` of `ids [T]`; zeros for tokens in the share of other ranks."""
-        own = self._tokens
-        if len(own) == self.spec.vocab_size:
-            return self._kernels.embedding(ids, table)
-        are_others = (ids < own.start) | (ids >= own.stop)
-        rows = self._kernels.embedding((ids - own.start).masked_fill(are_others, 0), table)
-        return rows.masked_fill_(are_others.unsqueeze(1), 0)
 
     def _project(
         self,
@@ -268,7 +245,12 @@ class CheckpointModel:
         rows: RowSpans,
         adapters: StepAdapters | None,
     ) -> Tensor:
-        """Run attention on the normalized residual; return the input of the output projection."""
+        """Run attention on the normalized residual; return the input of the output projection.
+
+        Returns `hidden` itself in a layer without attention.
+        """
+        if layer.out is None:
+            return hidden
         norms, recurrent, gates = self.spec.norms, self._recurrent[layer.number], None
         if recurrent is not None:
             own = [self._project(hidden, it, layer, n, adapters) for it, n in recurrent.matrices]
@@ -326,8 +308,15 @@ class CheckpointModel:
 
         The addition is in place. Returns the normalized residual `[T, C]` for the next layer.
         `attended` `[T, H * D]`: the output of attention. `hidden` `[T, C]`: the input of attention.
+        In a layer without attention or without an MLP, the other one's output alone is added.
         """
+        if layer.out is None:
+            assert layer.mlp is not None
+            out = self._mlp(layer, layer.mlp, attended, adapters)
+            return self._join(self._sum(out), residual, None, layer.next_norm)
         out = self._project(attended, layer.out, layer, layer.out_name, adapters)
+        if layer.mlp is None:
+            return self._join(self._sum(out), residual, None, layer.next_norm)
         if self.spec.parallel:
             if layer.mlp_norm is not None:
                 hidden = self._norm(residual, layer.mlp_norm)

@@ -21,7 +21,8 @@ class TokenInputTensors:
         self._given, self._kernels = given, kernels
         self._hidden_size, self._eps = spec.hidden_size, spec.norms.eps
         self._plus_one = spec.norms.plus_one
-        self._activations = [layer.mlp.activation for layer in spec.layers]
+        mlps = (layer.mlp for layer in spec.layers)
+        self._activations = [mlp.activation for mlp in mlps if mlp is not None]
         self._embedding = weights["token_embedding.weight"]
         self._projection = weights["token_projection.weight"]
         self._norm = weights.tensor("token_norm.weight")

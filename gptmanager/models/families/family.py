@@ -28,7 +28,8 @@ class Family:
     A `Decision` may also be a function that reads the value.
 
     `title`: the name shown to users. `tensors`: tensor names, see `names`. `prefix`: the start of
-    these names that a checkpoint may omit. `other_tensors`: further names of the same parameters,
+    these names that a checkpoint may omit. `prefixes`: other starts of names -> the start in
+    `tensors`. `other_tensors`: further names of the same parameters,
     for example in GGUF files, or in a model of transformers 5. `ignored`: names of tensors that are
     not used.
     `spellings`: our name of a config field -> the name in this family. `defaults`: our name of a
@@ -52,19 +53,22 @@ class Family:
     - "pattern": as with an integer, which is the field `sliding_window_pattern`.
     - "chunks": the layers with attention in chunks. Their windows begin at multiples of the size of
       a chunk.
-    - "linear", "conv", "mamba": no layer has a window, and some layers have linear attention, a
-      short convolution, or a state space.
+    - "linear", "conv", "mamba", "blocks": no layer has a window, and some layers have linear
+      attention, a short convolution, or a state space. With "blocks", a layer has an attention, a
+      state space, or an MLP alone.
 
     `network` returns further fields of the `ModelSpec`. The other three functions also get the
     index of a layer. `attention` returns further fields of the layer's `Attention`, and `rope_dim`
-    if RoPE rotates only a part of each head. `mlp` returns further fields of the layer's `Mlp`.
-    `experts` returns the layer's mixture of experts and the width of an expert, or None.
+    if RoPE rotates only a part of each head. `mlp` returns further fields of the layer's `Mlp`, or
+    None if the layer has no MLP. `experts` returns the layer's mixture of experts and the width of
+    an expert, or None.
     """
 
     title: str
     tensors: Tensors = field(default_factory=lambda: LLAMA)
     other_tensors: Tensors = field(default_factory=dict)
     prefix: str = "model."
+    prefixes: Mapping[str, str] = field(default_factory=dict)
     ignored: re.Pattern[str] = ROTARY_BUFFERS
     spellings: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -88,5 +92,5 @@ class Family:
     neutral: Mapping[str, Any] = field(default_factory=dict)
     network: Callable[[Fields], Mapping[str, Any]] = _nothing
     attention: Callable[[Fields, int], Mapping[str, Any]] = _nothing
-    mlp: Callable[[Fields, int], Mapping[str, Any]] = _nothing
+    mlp: Callable[[Fields, int], Mapping[str, Any] | None] = _nothing
     experts: Callable[[Fields, int], tuple[Experts, int] | None] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from gptmanager.errors import ConfigError
@@ -9,9 +10,13 @@ from gptmanager.models.fields import Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, CONVOLUTION = "linear_attention", "conv"
+MLP, MOE = "mlp", "moe"  # of layers without attention
 _MAMBA = {"attention": FULL, "mamba": LINEAR}
+_LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 _PATTERN = "sliding_window_pattern"
-Concerned = Literal["none", "all", "some", "pattern", "chunks", "linear", "conv", "mamba"] | int
+Concerned = (
+    Literal["none", "all", "some", "pattern", "chunks", "linear", "conv", "mamba", "blocks"] | int
+)
 
 
 def read_windows(
@@ -188,15 +193,42 @@ def _mamba_types(fields: Fields, num_layers: int) -> list[str]:
     """
     if fields.has_default("attn_layer_indices"):
         return _listed(fields, num_layers, "attn_layer_indices", LINEAR)
-    given = fields.get("layer_types")
-    names = {**_MAMBA, FULL: FULL, LINEAR: LINEAR}
+    return _named(fields, num_layers, _MAMBA)
+
+
+def _named(fields: Fields, num_layers: int, names: Mapping[str, str]) -> list[str]:
+    """Return the type of each layer, which `layer_types` may also have by a name of `names`."""
+    given, known = fields.get("layer_types"), {**names, **{it: it for it in names.values()}}
     is_list = isinstance(given, list) and len(given) == num_layers
-    if not is_list or not all(isinstance(it, str) and it in names for it in given):
-        raise _wrong_types(fields, num_layers, [*_MAMBA])
-    types = [names[it] for it in given]
+    if not is_list or not all(isinstance(it, str) and it in known for it in given):
+        raise _wrong_types(fields, num_layers, [*names])
+    types = [known[it] for it in given]
     if FULL not in types:
         raise fields.error("layer_types", "must have 'attention' for at least one layer")
     return types
+
+
+def _block_types(fields: Fields, num_layers: int) -> list[str]:
+    """Return the type of each layer, from `layer_types` or `hybrid_override_pattern`."""
+    pattern = fields.get("hybrid_override_pattern")
+    if fields.get("layer_types") is not None:
+        return _named(fields, num_layers, {**_MAMBA, MLP: MLP, MOE: MOE})
+    is_text = isinstance(pattern, str) and len(pattern) == num_layers
+    if not is_text or {*pattern} - {*_LETTERS} or "*" not in pattern:
+        need = f"must be {num_layers} letters of {[*_LETTERS]}, with '*' for at least one layer"
+        raise fields.error("hybrid_override_pattern", need)
+    return [_LETTERS[it] for it in pattern]
+
+
+def listed_layers(fields: Fields) -> int | None:
+    """Return the number of layers that `layer_types` or `hybrid_override_pattern` lists.
+
+    Only a family with this pattern may leave out the number of its layers.
+    """
+    if not fields.has_default("hybrid_override_pattern"):
+        return None
+    lists = (fields.get(it) for it in ("layer_types", "hybrid_override_pattern"))
+    return next((len(it) for it in lists if isinstance(it, (list, str))), None)
 
 
 def _partly_full(fields: Fields, num_layers: int, other: str) -> list[str]:
@@ -207,7 +239,12 @@ def _partly_full(fields: Fields, num_layers: int, other: str) -> list[str]:
     return types
 
 
-_WITH_STATES = {"linear": _linear_types, "conv": _convolution_types, "mamba": _mamba_types}
+_WITH_STATES = {
+    "linear": _linear_types,
+    "conv": _convolution_types,
+    "mamba": _mamba_types,
+    "blocks": _block_types,
+}
 
 
 def _is_full(layer: int, each: int) -> bool:

@@ -150,7 +150,7 @@ def _in_layer(
     shape: Shape,
 ) -> Iterator[tuple[str, Place]]:
     """Yield (tensor name with {} for the layer, place) for the tensors of a layer's module."""
-    num_rows, experts, family = shape[0], layer.mlp.experts, FAMILIES[spec.family]
+    num_rows, experts, family = shape[0], layer.experts, FAMILIES[spec.family]
     is_matrix = len(shape) == 2 and "norm" not in parameter
     transposed = family.transposed and is_matrix
     if experts is not None and parameter.split(".")[2] in ("experts_up", "experts_down"):
@@ -295,7 +295,7 @@ def _experts(
     layer: Layer, theirs: str, part: str | None, parameter: str, shape: Shape
 ) -> Iterator[tuple[str, Place]]:
     """Yield (tensor name, place) for a layer's experts: one tensor per expert, or one for all."""
-    experts = layer.mlp.experts
+    experts = layer.experts
     assert experts is not None
     count = experts.count
     each = shape[0] // count

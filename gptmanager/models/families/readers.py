@@ -168,6 +168,7 @@ def experts_of(
     shared: str | None = None,
     num_shared: str | None = None,
     shared_gate: bool = False,
+    latent: str | None = None,
     router_bias: bool = False,
     bias: bool = False,
     is_dense: Callable[[Fields, int], bool] = lambda *_: False,
@@ -176,12 +177,13 @@ def experts_of(
 
     The reader returns None if the config has no experts, or if `is_dense` is true for the layer.
     Names of config fields are `count`, `width`, `per_token`, `shared` (width of the shared MLP),
-    `num_shared` (number of shared experts, each as wide as an expert), and any other str.
+    `num_shared` (number of shared experts, each as wide as an expert), `latent` (size of the inputs
+    and outputs of experts, if not the hidden size), and any other str.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
-        own = width, per_token, shared, num_shared, renormalize, correction, *_further(fields)
-        fields.note_read(*(it for it in own if isinstance(it, str)))
+        own = width, per_token, shared, num_shared, renormalize, correction, latent
+        fields.note_read(*(it for it in (*own, *_further(fields)) if isinstance(it, str)))
         number = 0 if fields.get(count) is None else fields.count(count)
         if is_dense(fields, layer) or not number:  # `is_dense` first, as it marks fields as read
             return None
@@ -206,6 +208,7 @@ def experts_of(
             correction=fields.decided(correction),
             shared_width=_shared_width(fields, shared, num_shared, each),
             shared_gate=shared_gate,
+            latent=fields.size(latent) if latent and fields.get(latent) is not None else 0,
             router_bias=router_bias,
             bias=bias,
         )

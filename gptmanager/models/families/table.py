@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gptmanager.models.families.family import Family
+from gptmanager.models.families.kinds.blocks import BLOCKS
 from gptmanager.models.families.kinds.convolutions import CONVOLUTIONS
 from gptmanager.models.families.kinds.corrected_mixtures import CORRECTED_MIXTURES
 from gptmanager.models.families.kinds.gemmas import GEMMAS
@@ -29,4 +30,5 @@ FAMILIES: Mapping[str, Family] = {
     **LINEARS,
     **CONVOLUTIONS,
     **STATE_SPACES,
+    **BLOCKS,
 }

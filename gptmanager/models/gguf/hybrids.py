@@ -13,14 +13,22 @@ from gptmanager.models.gguf.architecture import (
     LLAMA,
     MIXTURE,
     ROTARY,
+    ROUTED,
     SHARED,
+    SIZES,
     Architecture,
     Config,
 )
-from gptmanager.models.gguf.further_fields import KV_HEADS, layers_with_keys
+from gptmanager.models.gguf.further_fields import (
+    KV_HEADS,
+    layers_with_keys,
+    without_further_layers,
+)
 from gptmanager.models.gguf.metadata import Metadata
 
 _HEADS, _INNER, _HIDDEN = "ssm.time_step_rank", "ssm.inner_size", "embedding_length"
+_WIDTH, _INTERMEDIATE = "feed_forward_length", "intermediate_size"
+_DENSE = ("first_k_dense_replace",)
 _FIELDS: Mapping[str, str] = {
     **{key: ROTARY[key] for key in ROTARY if key not in ("rms_norm_eps", "num_key_value_heads")},
     "norm_eps": ROTARY["rms_norm_eps"],
@@ -56,12 +64,16 @@ _MAMBA_MODULES = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+_MIXERS = {key: it.replace("mamba.", "mixer.") for key, it in _MAMBA_MODULES.items()}
 _MAMBA_BIASES = {
     "mamba_conv_bias": "ssm_conv1d",
     "mamba_proj_bias": "ssm_in",
     "attention_bias": "attn_q",
     "mlp_bias": "ffn_up",
 }
+
+
+_BLOCK_BIASES = {"use_conv_bias": "ssm_conv1d", "use_bias": "ssm_in", "mlp_bias": "ffn_up"}
 
 
 def _mamba_fields(
@@ -96,6 +108,65 @@ def _bamba_fields(
     return {**found, "attn_layer_indices": full}
 
 
+def _block_fields(
+    metadata: Metadata, prefix: str, names: Collection[str], config: Config
+) -> dict[str, Any]:
+    """Return the fields of Nemotron-H that a file has for each layer, and which biases exist."""
+    found = {**config, **without_further_layers(metadata, prefix, names, config)}
+    num_layers = metadata.integer(f"{prefix}block_count") or 0
+    types = dict(layers_with_keys(metadata, prefix, "mamba"))
+    widths, kinds = metadata.numbers(f"{prefix}{_WIDTH}", num_layers), types.pop("layer_types")
+    for layer, width in enumerate(widths):
+        if width and kinds[layer] == "mamba":
+            kinds[layer] = "moe" if f"blk.{layer}.ffn_gate_inp.weight" in names else "mlp"
+    heads, inner = (metadata.integer(f"{prefix}{it}") or 0 for it in (_HEADS, _INNER))
+    if heads < 1 or inner % heads:
+        raise metadata.error(f"{prefix}{_INNER}", f"must be a multiple of {prefix}{_HEADS}")
+    return {
+        **found,
+        **types,
+        "layers_block_type": kinds[: found["num_hidden_layers"]],
+        "intermediate_size": max(widths, default=0),
+        "mamba_head_dim": inner // heads,
+        **{
+            field: any(name.endswith(f".{module}.bias") for name in names)
+            for field, module in _BLOCK_BIASES.items()
+        },
+    }
+
+
+_NEMOTRON_H = Architecture(
+    "nemotron_h",
+    fields={
+        **{key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", _INTERMEDIATE)},
+        "layer_norm_epsilon": "attention.layer_norm_epsilon",
+        "conv_kernel": "ssm.conv_kernel",
+        "ssm_state_size": "ssm.state_size",
+        "n_groups": "ssm.group_count",
+        "mamba_num_heads": _HEADS,
+    },
+    further=_block_fields,
+    layer="backbone.layers.{}.",
+    modules={
+        **{
+            "attn_norm": "norm",
+            "attn_output": "mixer.o_proj",
+            **{f"attn_{it}": f"mixer.{it}_proj" for it in ("q", "k", "v")},
+            **{f"ffn_{it}": f"mixer.{it}_proj" for it in ("up", "down")},
+        },
+        **_MIXERS,
+    },
+    outside={
+        "token_embd": "backbone.embeddings",
+        "output_norm": "backbone.norm_f",
+        "output": "lm_head",
+    },
+    ignored=frozenset({KV_HEADS, _INNER, _WIDTH, "rope.dimension_count"}),
+    required={
+        "rope.scaling.finetuned": False,
+        **dict.fromkeys(("expert_group_count", "expert_group_used_count"), 1),
+    },
+)
 _LFM2 = Architecture(
     "lfm2",
     fields=_FIELDS,
@@ -130,6 +201,28 @@ HYBRIDS: Mapping[str, Architecture] = {
             for module, theirs in _FEED_FORWARD.items()
         },
         required={"expert_gating_func": 2},
+    ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": replace(
+        _NEMOTRON_H,
+        fields={
+            **_NEMOTRON_H.fields,
+            **{key: ROUTED[key] for key in ROUTED if key not in ROTARY and key not in _DENSE},
+            "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+            "moe_latent_size": "moe_latent_size",
+        },
+        constants={"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+        modules={
+            **_NEMOTRON_H.modules,
+            **{f"ffn_{it}_shexp": f"mixer.shared_experts.{it}_proj" for it in ("up", "down")},
+            "ffn_gate_inp": "mixer.gate",
+            "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+            "ffn_latent_down": "mixer.fc1_latent_proj",
+            "ffn_latent_up": "mixer.fc2_latent_proj",
+        },
+        stacked={f"ffn_{it}_exps": f"mixer.experts.{{}}.{it}_proj" for it in ("up", "down")},
+        ignored=_NEMOTRON_H.ignored | {"nextn_predict_layers"},
+        required={"rope.scaling.finetuned": False, "expert_shared_count": 1},
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",

@@ -25,15 +25,22 @@ from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import Fields
 from gptmanager.models.recurrent.state_space import StateSpace
 
-_MAMBA = {
-    "space_in": "mamba.in_proj",
-    "space_conv": "mamba.conv1d",
-    "space_decay": "mamba.A_log",
-    "space_step": "mamba.dt_bias",
-    "space_skip": "mamba.D",
-    "space_norm": "mamba.norm",
-    "space_out": "mamba.out_proj",
+_MODULES = {
+    "space_in": "in_proj",
+    "space_conv": "conv1d",
+    "space_decay": "A_log",
+    "space_step": "dt_bias",
+    "space_skip": "D",
+    "space_norm": "norm",
+    "space_out": "out_proj",
 }
+
+
+def mamba_names(module: str) -> dict[str, str]:
+    """Return the names of the modules of a state space, for `layer_names`."""
+    return {ours: f"{module}.{theirs}" for ours, theirs in _MODULES.items()}
+
+
 # The only limits with which transformers computes prompts and new tokens in the same way, as it
 # writes them
 _NO_LIMITS = (math.inf, "Infinity", {"__float__": "Infinity"})
@@ -50,31 +57,38 @@ _FIELDS = {
 _OF_TRAINING = ("mamba_chunk_size", "time_step_min", "time_step_max", "time_step_floor")
 
 
-def _state_space(fields: Fields) -> StateSpace:
-    """Return the state space of the recurrent layers."""
+def read_state_space(fields: Fields, head_dim: int, in_groups: bool = False) -> StateSpace:
+    """Return a state space with heads of `head_dim` elements.
+
+    `in_groups`: the output of each group of heads is normalized by itself.
+    """
     heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
+    if heads % groups:
+        raise fields.error("mamba_n_groups", f"must divide {fields.as_given('mamba_n_heads')}")
+    limits = fields.get("time_step_limit")
+    is_pair = isinstance(limits, (list, tuple)) and len(limits) == 2
+    if limits is not None and not (is_pair and limits[0] == 0 and limits[1] in _NO_LIMITS):
+        raise fields.error("time_step_limit", "must be [0.0, Infinity]")
+    fields.note_read(*_OF_TRAINING)
+    width, state = fields.size("mamba_d_conv"), fields.size("mamba_d_state")
+    return StateSpace(
+        StateSpaceShape(heads, head_dim, state, groups, width, groups if in_groups else 1),
+        biased=fields.flag("mamba_proj_bias"),
+        conv_biased=fields.flag("mamba_conv_bias"),
+    )
+
+
+def _state_space(fields: Fields) -> StateSpace:
+    heads = fields.size("mamba_n_heads")
     inner = fields.size("mamba_expand") * fields.size("hidden_size")
     is_auto = fields.get("mamba_d_head") == "auto"
     head_dim = inner // heads if is_auto else fields.size("mamba_d_head")
     if heads * head_dim != inner:
         need = f"with heads of {head_dim}, must be {inner}: mamba_expand x hidden_size"
         raise fields.error("mamba_n_heads", need)
-    if heads % groups:
-        raise fields.error("mamba_n_groups", f"must divide {fields.as_given('mamba_n_heads')}")
     if fields.get("hidden_act") not in ("silu", "swish"):
         raise fields.error("hidden_act", "must be 'silu' with Mamba layers, which apply it")
-    limits = fields.get("time_step_limit")
-    is_pair = isinstance(limits, (list, tuple)) and len(limits) == 2
-    if limits is not None and not (is_pair and limits[0] == 0 and limits[1] in _NO_LIMITS):
-        raise fields.error("time_step_limit", "must be [0.0, Infinity]")
-    fields.note_read(*_OF_TRAINING)
-    return StateSpace(
-        StateSpaceShape(
-            heads, head_dim, fields.size("mamba_d_state"), groups, fields.size("mamba_d_conv")
-        ),
-        biased=fields.flag("mamba_proj_bias"),
-        conv_biased=fields.flag("mamba_conv_bias"),
-    )
+    return read_state_space(fields, head_dim)
 
 
 def _recurrent(fields: Fields, layer: int) -> Mapping[str, Any]:
@@ -112,7 +126,7 @@ STATE_SPACES: Mapping[str, Family] = {
         LLAMA,
         title="Bamba",
         tensors=llama_names(
-            **_MAMBA,
+            **mamba_names("mamba"),
             mlp_norm="pre_ff_layernorm",
             gate="feed_forward.gate_proj",
             up="feed_forward.up_proj",
@@ -135,7 +149,7 @@ STATE_SPACES: Mapping[str, Family] = {
         LLAMAS["granite"],
         title="Granite 4",
         tensors=llama_names(
-            **_MAMBA,
+            **mamba_names("mamba"),
             **dict.fromkeys(DENSE),
             dense_gate_up="shared_mlp.input_linear",
             dense_down="shared_mlp.output_linear",
