@@ -76,6 +76,8 @@ def test_special_tokens_are_not_text(tokenizer):
     assert "".join(pieces(TextStream(tokenizer), [END, *ids, END, *ids])) == "onceonce"
     shown = TextStream(tokenizer, skip_special_tokens=False)
     assert "".join(pieces(shown, [*ids, END])) == "once<|end|>"
+    some = TextStream(tokenizer, special_texts={END: "</think>"})
+    assert some.push([*ids, END, *ids]) == "once</think>once"
 
 
 def test_several_tokens_at_once(tokenizer):

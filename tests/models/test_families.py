@@ -184,6 +184,15 @@ def test_fields_without_effect_are_not_refused() -> None:
     same = {"hidden_act": "gelu_pytorch_tanh", "norm_eps": 1e-6}
     config = {**FAMILY_CONFIGS["gemma2"], "model_type": "gemma2"}
     assert read_spec({**config, **same}) == read_spec(config)
+    of_others = {
+        **dict.fromkeys(("compression_ratio", "embedding_multiplier", "logits_scaling"), 1.0),
+        **dict.fromkeys(("residual_multiplier", "routed_scaling_factor"), 1.0),
+        **{"n_group": 1, "topk_group": 1, "num_experts": 0, "num_local_experts": 0},
+        **{"is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False},
+        **{"partial_rotary_factor": 1.0, "scale_attn_weights": True},
+    }
+    config = {**FAMILY_CONFIGS["llama"], "model_type": "llama"}
+    assert read_spec({**config, **of_others}) == read_spec(config)
     every_layer = {"mlp_only_layers": [0, 1, 2, 3], "decoder_sparse_step": 1}
     config = {**FAMILY_CONFIGS["qwen3_moe"], "model_type": "qwen3_moe", **every_layer}
     assert not any(layer.mlp.experts for layer in read_spec(config).layers)

@@ -10,6 +10,7 @@ from triton_calls import inputs_of, prompt, streaming
 from tritonclient.utils import InferenceServerException
 
 from gptmanager.server.http.request_log import logger
+from gptmanager.server.triton import repository
 
 TOKENS = [3, 4, 5]
 OURS = {"x-request-id": "mine-2"}
@@ -69,6 +70,17 @@ def test_refusals_over_grpc_are_logged_and_counted(grpc, server, lines):
     assert [(line["status"], line["code"]) for line in found] == [(404, "model_not_found")] * 2
     assert found[1]["route"].endswith("/ModelConfig")
     assert count["404", "model_not_found"] >= before + 2
+
+
+def test_an_unexpected_error_over_grpc_is_the_server_s(grpc, server, lines, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("deep inside")
+
+    monkeypatch.setattr(repository, "model_config", fail)
+    with pytest.raises(InferenceServerException, match="the server failed") as refused:
+        grpc.get_model_config("tensorrt_llm", headers=OURS)
+    (line,) = lines()
+    assert line["status"] == 500 and "deep inside" not in str(refused.value)
 
 
 def test_probes_over_grpc_leave_no_line(grpc, lines):
