@@ -77,7 +77,10 @@ def test_special_tokens_are_not_text(tokenizer):
     shown = TextStream(tokenizer, skip_special_tokens=False)
     assert "".join(pieces(shown, [*ids, END])) == "once<|end|>"
     some = TextStream(tokenizer, special_texts={END: "</think>"})
-    assert some.push([*ids, END, *ids]) == "once</think>once"
+    first_byte = tokenizer.token_to_id("ð")
+    assert some.push([*ids, END, first_byte, END, *ids]) == (
+        f"once</think>{REPLACEMENT}</think>once"
+    )
 
 
 def test_several_tokens_at_once(tokenizer):

@@ -26,6 +26,7 @@ class Host:
     def __init__(self, requests=()):
         self.waiting = list(requests)
         self.answers = {}
+        self.kinds = set()
         self.records = []
         self.all_final = threading.Event()
         self.num_expected = len(self.waiting)
@@ -41,6 +42,7 @@ class Host:
 
     def respond(self, req_id, tensors, is_ok, err_msg):
         if is_ok:
+            self.kinds.update(map(type, tensors))
             found = {item.name: item.tensor for item in tensors}
             self.answers[req_id] = (found, err_msg)
             if len(self.answers) >= self.num_expected:
@@ -114,7 +116,7 @@ def test_three_cycles_of_a_host_with_a_processor_in_place():
         assert counters.cpu == 0
 
         assert [host.output(i) for i in range(8)] == [list(range(5, 16))] * 8
-        assert host.output(42) == [5, 6, 7, *[42] * 8]
+        assert host.output(42) == [5, 6, 7, *[42] * 8] and host.kinds == {tb.NamedTensor}
         assert host.records[0]["Context Requests"] == 9
         assert sum(record["Generation Requests"] for record in host.records) == 9 * 7
 
