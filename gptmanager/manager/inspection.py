@@ -216,7 +216,10 @@ def would_fit(loop: TokenLoop, inference_request: InferenceRequest) -> Fit:
         loop.table.require_room(loop.table.most_active())
     except CapacityError as error:
         return Fit(False, response_text(error), needed, free, total)
-    reason, _, text = _reason(loop, request, NextDecision(loop, request))
+    try:
+        reason, _, text = _reason(loop, request, NextDecision(loop, request))
+    finally:
+        kv_cache.forget_waiting(request_id)  # the scheduler has looked up its prompt
     if reason == "starting":
         return Fit(True, "", needed, free, total, starts_now=True)
     return Fit(True, "", needed, free, total, wait=text)

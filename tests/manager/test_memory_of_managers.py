@@ -125,11 +125,12 @@ def test_a_failed_manager_leaves_nothing_but_its_error(without_collector):
 
 
 def test_the_kv_cache_keeps_nothing_of_requests_that_have_ended():
-    """Many wait, and some end while they do."""
+    """Many wait, and some end while they do. One is only asked about, and never comes."""
     model = ScriptedModel(lambda history: 1, vocab_size=512)
     host = EndlessHost(itertools.islice(mixed_requests(512, None), 200), 40)
     with start(model, host, max_active_requests=None) as manager:
         assert host.is_over.wait(60)
+        assert manager.would_fit(InferenceRequest.from_tokens(9999, [1] * 40, 3)).accepted
     reuse = manager._worker.loop.allocator.kv_cache._reuse
     lookups = reuse.lookups
     assert manager._worker.loop.allocator.kv_cache._live == reuse._storing == {}
