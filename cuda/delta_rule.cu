@@ -1,49 +1,11 @@
 // The gated delta rule of a layer: its convolution, then the memories of its heads.
 // gptmanager/kernels/recurrent/delta_formulas.py has the formulas. All sums are float32.
-#include "activation_kinds.cuh"
+#include "recurrent.cuh"
 
 constexpr int TOKENS = 8;        // tokens that have queries and keys in shared memory at a time
 constexpr int MAX_VALUES = 128;  // the largest dimension of a value
 constexpr int LANES = 4;         // lanes that share a column of a head's memory
 constexpr int COLUMNS = 32 / LANES;
-
-// Convolves a row, applies SiLU, and keeps the last inputs of each channel. A thread has one channel. W: 4 or
-// 8, at least the width of a filter. Grid: (rows, parts of the channels). Rows without tokens need no slot.
-template <class T, int W>
-__global__ void __launch_bounds__(128) convolve(
-    float* mixed,        // [tokens, channels]
-    T* inputs,           // [slots, width - 1, channels], changed
-    const T* projected,  // [tokens, stride]: channels, then gates of the output [heads, value_dim]
-    const T* conv,       // [width, channels]
-    const int* row_starts, const int* slots, int channels, int width, int stride) {
-    ptx::wait_for_previous();
-    int channel = blockIdx.y * blockDim.x + threadIdx.x;
-    int first = row_starts[blockIdx.x], stop = row_starts[blockIdx.x + 1];
-    if (channel >= channels || first == stop) return;
-    T* kept = inputs + size_t(slots[blockIdx.x]) * (width - 1) * channels + channel;
-    float window[W], taps[W];  // the last `width` elements are used
-#pragma unroll
-    for (int i = 0; i < W; i++) {
-        int own = i - (W - width);
-        taps[i] = own >= 0 ? to_float(conv[own * channels + channel]) : 0.0f;
-        // the first token shifts the window by one
-        window[i] = own >= 1 ? to_float(kept[(own - 1) * channels]) : 0.0f;
-    }
-    for (int token = first; token < stop; token++) {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < W - 1; i++) window[i] = window[i + 1];
-        window[W - 1] = to_float(projected[size_t(token) * stride + channel]);
-#pragma unroll
-        for (int i = 0; i < W; i++) sum += taps[i] * window[i];
-        mixed[size_t(token) * channels + channel] = activated<SILU>(sum);
-    }
-#pragma unroll
-    for (int i = 1; i < W; i++) {
-        int own = i - (W - width);
-        if (own >= 1) kept[(own - 1) * channels] = from_float<T>(window[i]);
-    }
-}
 
 // Scales the `size` elements of `from` to a vector of norm `scale`, and writes it to `to`, padded with
 // zeros. One warp calls this.
@@ -64,7 +26,7 @@ __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
     T* out,              // [tokens, heads, value_dim]
     float* memory,       // [slots, heads, key_dim, value_dim], changed
     const float* mixed,  // [tokens, channels]: queries, keys, values
-    const T* projected,  // [tokens, stride], as in `convolve`
+    const T* projected,  // [tokens, stride]: channels, then gates of the output [heads, value_dim]
     const float* gates,  // [tokens, 2, heads]: gates of the rates, and gates of the decays
     const float* decay,  // [heads]: a token's decay is exp(-exp(decay) * softplus(gate + step))
     const float* step,   // [heads], see `decay`
@@ -99,10 +61,8 @@ __global__ void __launch_bounds__(32 * MAX_VALUES / COLUMNS, 1) advance(
         }
         if (threadIdx.x < count) {
             const float* gate = gates + size_t(start + threadIdx.x) * 2 * heads + head;
-            float x = gate[heads] + step[head];
-            float softplus = fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
             rates[threadIdx.x] = 1.0f / (1.0f + expf(-gate[0]));
-            decays[threadIdx.x] = expf(-expf(decay[head]) * softplus);
+            decays[threadIdx.x] = expf(-expf(decay[head]) * softplus(gate[heads] + step[head]));
         }
         __syncthreads();
 #pragma unroll 1

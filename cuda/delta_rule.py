@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
+from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors, ints
 from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 
@@ -68,10 +68,14 @@ def gated_delta(
     mixed = out.new_empty(num_tokens, shape.channels, dtype=wide)
     name, spans = NAMES[dtype], (rows.row_starts, rows.slots)
     width = next(it for it in _WIDTHS if shape.width <= it)
-    sizes = ints(shape.channels, shape.width, stride)
-    arguments: tuple[Argument, ...] = mixed, state.inputs, projected, tensors.conv, *spans, *sizes
-    grid = num_rows, -(-shape.channels // _THREADS)
-    launcher.kernel(PROGRAM, f"convolve<{name}, {width}>")(grid, (_THREADS,), arguments)
+    launcher.kernel(PROGRAM, f"convolve<{name}, {width}>")(
+        (num_rows, -(-shape.channels // _THREADS)),
+        (_THREADS,),
+        (
+            *(mixed, state.inputs, projected, tensors.conv, None, *spans),
+            *ints(shape.channels, shape.width, stride, 0),
+        ),
+    )
     key = next(it for it in _KEYS if shape.key_dim <= it)
     threads = 32 * -(-shape.value_dim // _COLUMNS)
     launcher.kernel(PROGRAM, f"advance<{name}, {key}>")(

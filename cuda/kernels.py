@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptmanager.cuda import activations, delta_rule, norms
+from gptmanager.cuda import activations, norms
 from gptmanager.cuda.attention import cache_write
 from gptmanager.cuda.attention.context_attention import (
     context_attention,
@@ -28,19 +28,18 @@ from gptmanager.cuda.attention.generation_attention import (
 from gptmanager.cuda.attention.generation_plan import WHOLE, max_num_items, plan_generation
 from gptmanager.cuda.attention.paged_kernels import HEAD_DIMS, refusal
 from gptmanager.cuda.device.launch import Launcher
-from gptmanager.cuda.expert_kernels import ExpertKernels
 from gptmanager.cuda.gemm import gemv, gemv_int4, lora
 from gptmanager.cuda.gemm.byte_rows import ByteRows, Fp8Rows, Int8Rows
 from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, on_device
 from gptmanager.cuda.gemm.matmul_choice import OWN, MatmulChoice, multiply_by_torch
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
+from gptmanager.cuda.recurrent_kernels import RecurrentKernels
 from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.provided import ProvidedKernels
-from gptmanager.kernels.recurrent.delta_formulas import DeltaShape, DeltaState, DeltaTensors
 from gptmanager.kernels.reference import Ints
 from gptmanager.lifecycle.log import logger
 
@@ -74,7 +73,7 @@ class StepPlan(NamedTuple):
         return self._replace(context=None) if first else self._replace(generation=None)
 
 
-class CudaKernels(ExpertKernels):
+class CudaKernels(RecurrentKernels):
     """Ops on tensors of the launcher's device. They are enqueued on its current stream.
 
     `keys [P, K, D, B]` is a view of `[P, K, B, D]` in memory. If `deterministic`, a matmul uses
@@ -291,26 +290,6 @@ class CudaKernels(ExpertKernels):
             return x
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
         activations.activate_gated(self._launcher, out, x, activation)
-        return out
-
-    def captures_delta(self, shape: DeltaShape) -> bool:
-        return delta_rule.covers(shape)
-
-    def gated_delta(
-        self,
-        projected: Tensor,
-        gates: Tensor,
-        shape: DeltaShape,
-        tensors: DeltaTensors,
-        eps: float,
-        state: DeltaState,
-        rows: RowSpans,
-    ) -> Tensor:
-        given = projected, gates, shape, tensors, eps, state, rows
-        if not delta_rule.covers(shape):
-            return super().gated_delta(*given)
-        out = projected.new_empty(len(projected), shape.values)
-        delta_rule.gated_delta(self._launcher, out, *given)
         return out
 
     def rope_and_write(

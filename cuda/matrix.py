@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from gptmanager.cuda import activations, delta_rule, moe, norms
+from gptmanager.cuda import activations, delta_rule, moe, norms, state_space
 from gptmanager.cuda.attention import (
     block_copy,
     cache_write,
@@ -46,6 +46,7 @@ PROGRAMS: tuple[Program, ...] = (
     activations.PROGRAM,
     moe.PROGRAM,
     delta_rule.PROGRAM,
+    state_space.PROGRAM,
     cache_write.PROGRAM,
     block_copy.PROGRAM,
     generation_attention.PROGRAM,

@@ -224,6 +224,8 @@ cuda/                         CUDA kernels with their launchers, and an emulator
     moe                       mixtures of experts: choice, sort, grouped matmuls
     expert_kernels            mixtures of experts on a GPU
     delta_rule                the gated delta rule: convolution, memories
+    state_space               Mamba-2: convolution, memories, norm
+    recurrent_kernels         recurrent layers on a GPU
     sampling/                 kernels from logits to tokens and log probabilities
         token_masks           bit masks of permitted tokens, applied to logits
         adjustments           bias, penalties and bans on logits
@@ -777,7 +779,7 @@ bench/                        benchmarks, also of other libraries
         matmul_cases          matmuls
         adapter_cases         LoRA
         expert_cases          mixtures of experts
-        delta_cases           the gated delta rule
+        recurrent_cases       the gated delta rule and Mamba-2
         token_cases           kernels over tokens or blocks
         sampling_cases        sampling
         logits_cases          kernels before and after sampling

@@ -11,7 +11,7 @@ OF_MACHINE = ("compile",)  # steps whose result no archive has: they run again o
 # Parts of `bench kernels`, those first that whole models cannot do without.
 PARTS = (
     *("generation_attention", "context_attention", "matmuls", "norms", "activations"),
-    *("cache_write", "sampling", "experts", "delta_rule", "block_copy", "adapters"),
+    *("cache_write", "sampling", "experts", "delta_rule", "state_space", "block_copy", "adapters"),
     *("adjustments", "token_masks", "log_probs", "beam_step"),
 )
 # Kernels that ncu looks at: the name in the source, and the part of `bench kernels` that runs it.
@@ -186,7 +186,7 @@ def _fast(setup: Setup) -> list[Step]:
         steps("model-8bits", "load", 2, 170, "", "--quick", "--int8", "--fp8"),
         steps("model-no-early", "steps,load", 1, 90, "no-early"),
         kernels("sampling", "torch", 0.4, 60),
-        kernels("experts,delta_rule", "torch", 0.6, 70),
+        kernels("experts,delta_rule,state_space", "torch", 0.8, 90),
         steps("model-no-warpgroups", "load", 1, 90, "no-warpgroups"),
         *(
             steps(name, "load", 0.5, 60, switch, *SMALL)

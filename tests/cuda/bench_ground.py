@@ -9,6 +9,7 @@ from gptmanager.bench.kernels.cases import Adapters, Decoder, Mixture, OtherLaye
 from gptmanager.bench.timing import Stopwatch
 from gptmanager.cuda.device.launch import EmulatorLauncher
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
+from gptmanager.kernels.recurrent.state_space_formulas import StateSpaceShape
 
 TINY = Sizes(
     num_heads=4,
@@ -29,7 +30,7 @@ TINY = Sizes(
     decoders=(Decoder("narrow", 64, 96, 48, 200),),
     matmul_rows=(1, 20),
     adapters=Adapters(3, 64, (8,)),
-    others=OtherLayers(Mixture(64, 32, 6, 2, (1, 7)), DeltaShape(1, 2, 32, 24, 4)),
+    others=OtherLayers(Mixture(64, 32, 6, 2, (1, 7)), DeltaShape(1, 2, 32, 24, 4), StateSpaceShape(2, 24, 16, 1, 4)),
 )
 
 

@@ -36,7 +36,6 @@ from gptmanager.bench.kernels.cases import (
     Sizes,
     largest_error,
 )
-from gptmanager.bench.kernels.delta_cases import delta_cases
 from gptmanager.bench.kernels.expert_cases import _logits as expert_logits
 from gptmanager.bench.kernels.expert_cases import expert_cases
 from gptmanager.bench.kernels.kernel_runs import report as kernel_report
@@ -44,6 +43,7 @@ from gptmanager.bench.kernels.kernel_runs import run_case
 from gptmanager.bench.kernels.logits_cases import logits_cases
 from gptmanager.bench.kernels.matmul_cases import matmul_cases
 from gptmanager.bench.kernels.paged_rows import attention_flops, paged_rows
+from gptmanager.bench.kernels.recurrent_cases import recurrent_cases
 from gptmanager.bench.kernels.sampling_cases import refused_share, sampling_cases
 from gptmanager.bench.kernels.token_cases import token_cases
 from gptmanager.bench.machine import card, find_gpu
@@ -163,6 +163,7 @@ def test_a_fast_wrong_kernel_is_wrong(toolchain):
         "adapters",
         "experts",
         "delta_rule",
+        "state_space",
     )
     options = KernelOptions(only=parts)
     report = bench_kernels(options, ground(SpoilingLauncher()))
@@ -486,19 +487,21 @@ def test_tokens_choose_experts_in_turn(launcher):
         assert sorted(it for own in chosen for it in {*own}) == list(range(12))
 
 
-def test_the_delta_rule_reads_and_writes_its_memories():
-    names = {case.name: case for case in delta_cases(Sizes())}
-    assert [*names] == [
-        *(f"{rows} x 1, 32 heads of 128 x 128" for rows in (1, 32, 256)),
-        "1 x 512, 32 heads of 128 x 128",
-    ]
-    generation, context = names["256 x 1, 32 heads of 128 x 128"], [*names.values()][-1]
-    memories, inputs = 2 * 256 * 4 * 32 * 128 * 128, 2 * 256 * 2 * 3 * 8192
-    tokens = 2 * (8192 + 2 * 4096) + 4 * 2 * 32
-    assert generation.num_bytes == memories + inputs + 256 * tokens
-    assert context.num_bytes == (memories + inputs) // 256 + 512 * tokens
-    assert texts(generation) == ["<= 1.3 x roofline", "<= 1 x torch"]
-    assert texts(context) == ["<= 1 x torch"]
+def test_recurrent_layers_read_and_write_their_memories():
+    cases = recurrent_cases(Sizes())
+    for part, own, heads, memory, channels, tokens in (
+        ("delta_rule", cases[:4], 32, (128, 128), 8192, 2 * (8192 + 2 * 4096) + 4 * 2 * 32),
+        ("state_space", cases[4:], 128, (128, 64), 8448, 2 * (2 * 8192 + 8448 + 128)),
+    ):
+        text = f"{heads} heads of {memory[0]} x {memory[1]}"
+        spans = "1 x 1", "32 x 1", "256 x 1", "1 x 512"
+        assert [(it.part, it.name) for it in own] == [(part, f"{it}, {text}") for it in spans]
+        *_, generation, context = own
+        memories, inputs = 2 * 256 * 4 * heads * memory[0] * memory[1], 2 * 256 * 2 * 3 * channels
+        assert generation.num_bytes == memories + inputs + 256 * tokens
+        assert context.num_bytes == (memories + inputs) // 256 + 512 * tokens
+        assert texts(generation) == ["<= 1.3 x roofline", "<= 1 x torch"]
+        assert texts(context) == ["<= 1 x torch"]
 
 
 def test_adapters_read_each_weight_once():

@@ -18,7 +18,7 @@ _CUDA = {
     "context_softmax.cuh": _CONTEXT,
     "context_tiles.cuh": _CONTEXT,
     "context_work.cuh": _CONTEXT,
-    "delta_rule.cu": "test_delta_kernels",
+    "delta_rule.cu": "test_recurrent_kernels",
     "float8_weights.cuh": "test_quantized_weights test_gemv test_gemm test_moe",
     "float_attention.cu": "test_attention_borders test_generation_attention test_context_attention"
     " test_far_pages",
@@ -40,7 +40,9 @@ _CUDA = {
     " test_far_pages",
     "partials.cuh": "test_generation_attention test_attention_borders",
     "matmul_sums.cuh": "test_gemv test_lora",
+    "recurrent.cuh": "test_recurrent_kernels",
     "sampling.cu": "test_sampling_kernel",
+    "state_space.cu": "test_recurrent_kernels",
     "token_masks.cu": "test_token_masks_kernel",
     "widening.cuh": "test_gemv test_gemv_int4 test_gemm test_moe",
     "warpgroup_attention.cu": "test_context_attention test_far_pages test_machine_code",
@@ -55,7 +57,7 @@ _LAUNCHES = {
     "compiler.py": "test_compiler test_cache_folder test_machine_code",
     "context_attention.py": "test_context_attention test_attention_borders test_mixed_steps "
     f"{_CHOICES}",
-    "delta_rule.py": f"test_delta_kernels {_CHOICES}",
+    "delta_rule.py": f"test_recurrent_kernels {_CHOICES}",
     "dependent_launch.py": "test_launch test_dependent_kernels",
     "device.py": "test_device",
     "device_matrices.py": "test_quantized_weights test_gemv",

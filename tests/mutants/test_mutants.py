@@ -135,7 +135,7 @@ def test_tests_of_a_kernel_are_those_that_launch_it(tmp_path):
     (tmp_path / "tests/cuda/test_a_kernel.py").unlink()
     with pytest.raises(ValueError, match="cuda/a.cu has no tests in"):
         covering_tests(tmp_path, "cuda/a.cu")
-    assert covering_tests(ROOT, "cuda/delta_rule.cu") == ["tests/cuda/test_delta_kernels.py"]
+    assert covering_tests(ROOT, "cuda/delta_rule.cu") == ["tests/cuda/test_recurrent_kernels.py"]
     providers = "gptmanager/assembly/attention_trial.py"
     assert providers in files(ROOT) and covering_tests(ROOT, providers)
 

@@ -13,11 +13,11 @@ import torch
 from gptmanager.bench.kernels.adapter_cases import adapter_cases
 from gptmanager.bench.kernels.attention_cases import attention_cases
 from gptmanager.bench.kernels.cases import OURS, Case, Rig, Sizes
-from gptmanager.bench.kernels.delta_cases import delta_cases
 from gptmanager.bench.kernels.expert_cases import expert_cases
 from gptmanager.bench.kernels.kernel_runs import NO_TIME, CaseResult, report, run_case
 from gptmanager.bench.kernels.logits_cases import logits_cases
 from gptmanager.bench.kernels.matmul_cases import matmul_cases
+from gptmanager.bench.kernels.recurrent_cases import recurrent_cases
 from gptmanager.bench.kernels.sampling_cases import sampling_cases
 from gptmanager.bench.kernels.token_cases import token_cases
 from gptmanager.bench.machine import cache_bytes, find_gpu, free_bytes, header
@@ -126,7 +126,7 @@ def all_cases(sizes: Sizes) -> list[Case]:
         *attention_cases(sizes),
         *matmul_cases(sizes),
         *expert_cases(sizes),
-        *delta_cases(sizes),
+        *recurrent_cases(sizes),
         *adapter_cases(sizes),
         *token_cases(sizes),
         *sampling_cases(sizes),

@@ -18,6 +18,7 @@ from gptmanager.bench.roofline import Ceilings
 from gptmanager.bench.timing import Spread
 from gptmanager.cuda.device.launch import Launcher
 from gptmanager.kernels.recurrent.delta_formulas import DeltaShape
+from gptmanager.kernels.recurrent.state_space_formulas import StateSpaceShape
 
 OURS = "gptmanager"
 Contender = Callable[[int], Tensor]  # index of the set of inputs -> result
@@ -70,10 +71,11 @@ class Mixture(NamedTuple):
 
 
 class OtherLayers(NamedTuple):
-    """The sizes of layers that Llamas do not have: experts, and a gated delta rule."""
+    """The sizes of layers that Llamas do not have: experts, a gated delta rule, and Mamba-2."""
 
     mixture: Mixture = Mixture()
     delta: DeltaShape = DeltaShape(16, 32, 128, 128, 4)
+    state_space: StateSpaceShape = StateSpaceShape(128, 64, 128, 1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,9 @@ class Sizes:
     """The sizes of all cases.
 
     The defaults are the sizes of Llama-3.1-8B, with batches for a large GPU. Matmuls also run with
-    the sizes of Qwen2.5-0.5B. Experts have the sizes of Qwen3-30B-A3B, and the delta rule has the
-    sizes of Qwen3-Next. The model's width for LoRA is `adapters.hidden`.
+    the sizes of Qwen2.5-0.5B. Experts have the sizes of Qwen3-30B-A3B, the delta rule has the sizes of
+    Qwen3-Next, and Mamba-2 those of Granite 4.0-H Small. The model's width for LoRA is
+    `adapters.hidden`.
     """
 
     dtype: torch.dtype = torch.bfloat16

@@ -42,6 +42,10 @@ class RecurrentOps:
         """
         return False
 
+    def captures_state_space(self, shape: StateSpaceShape) -> bool:
+        """Return the same for `state_space`."""
+        return False
+
     def gated(self, x: Tensor, gates: Tensor) -> Tensor:
         """`x * sigmoid(gates)`, in x's dtype. x is `[T, N]`, gates are `[T, N]` or `[T, 1]`."""
         return (widened(x) * self.elementwise(torch.sigmoid, widened(gates))).to(x.dtype)

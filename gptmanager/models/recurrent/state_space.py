@@ -65,7 +65,7 @@ class StateSpace:
         yield "attn_qkv", "space_in", range(self.shape.projected)
 
     def is_captured(self, kernels: Kernels) -> bool:
-        return False
+        return kernels.captures_state_space(self.shape)
 
     def tensors(self, weights: Weights, prefix: str) -> StateSpaceTensors:
         bias = weights.tensor(f"{prefix}.space_conv.bias") if self.conv_biased else None
