@@ -79,10 +79,10 @@ __global__ void __launch_bounds__(STATE, 512 / STATE) scan(
 #pragma unroll 1
         for (int i = 0; i < min(TOKENS, stop - start); i++) {
             const float* from = staged[buffer][i];
-            float x[4], change[4], found[4] = {};
+            float x[4], change[4], found[4] = {}, own_step = steps[buffer][i], by = decays[buffer][i];
             load(x, from + 2 * STATE + own_column);
 #pragma unroll
-            for (int k = 0; k < 4; k++) change[k] = x[k] * steps[buffer][i];
+            for (int k = 0; k < 4; k++) change[k] = x[k] * own_step;
 #pragma unroll
             for (int j = 0; j < PARTS; j++) {
                 float b[4], c[4];
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(STATE, 512 / STATE) scan(
 #pragma unroll
                     for (int k = 0; k < 4; k++) {
                         float& element = state[4 * j + r][k];
-                        element = element * decays[buffer][i] + b[r] * change[k];
+                        element = element * by + b[r] * change[k];
                         found[k] += c[r] * element;
                     }
                 }
@@ -109,6 +109,7 @@ __global__ void __launch_bounds__(STATE, 512 / STATE) scan(
                 store(read + size_t(start + i) * inner + head * head_dim + column, found);
         }
     }
+    row = ptx::thread_index() % 32 / LANES * 4;  // so that no registers keep places from the loads above
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         int at = i / 4 * (STATE / PARTS) + row + i % 4;

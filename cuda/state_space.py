@@ -16,8 +16,8 @@ from gptmanager.kernels.recurrent.state_space_formulas import (
 
 _THREADS = 128  # threads in a block of the convolution
 _COLUMNS = 64  # columns of a head's memory that a block of `scan` updates
-# the largest `width` of each compiled `convolve`; the largest `state` of each compiled `scan`, which
-# has as many threads; the largest group of a norm: 1,024 threads with 16 elements each
+# the largest `width` of each compiled `convolve`; the largest `state` of each compiled `scan`,
+# which has as many threads; the largest group of a norm: 1,024 threads with 16 elements each
 _WIDTHS, _STATES, _MAX_NORM = (4, 8), (128, 256), 1024 * 16
 PROGRAM = Program(
     "state_space.cu",

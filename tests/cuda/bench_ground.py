@@ -30,7 +30,11 @@ TINY = Sizes(
     decoders=(Decoder("narrow", 64, 96, 48, 200),),
     matmul_rows=(1, 20),
     adapters=Adapters(3, 64, (8,)),
-    others=OtherLayers(Mixture(64, 32, 6, 2, (1, 7)), DeltaShape(1, 2, 32, 24, 4), StateSpaceShape(2, 24, 16, 1, 4)),
+    others=OtherLayers(
+        Mixture(64, 32, 6, 2, (1, 7)),
+        DeltaShape(1, 2, 32, 24, 4),
+        StateSpaceShape(2, 24, 16, 1, 4),
+    ),
 )
 
 

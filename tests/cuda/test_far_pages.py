@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
-
 import context_cases as context
 import generation_cases as generation
-import numpy as np
 import pytest
 import torch
+from far_pages import FAR, far_pages
 from kernel_values import randn
 from paged_rows import PagedRows
-from separate_device import DeviceTensor
 
 from gptmanager.cuda.attention.block_copy import as_tensor, copy_blocks
 from gptmanager.cuda.attention.cache_write import rope_and_write
@@ -20,29 +17,8 @@ from gptmanager.kernels.attention.attention_arguments import Pages
 from gptmanager.memory.cuda_kv_pool import CudaKvPool
 from gptmanager.memory.kv_pool import PageShape
 
-FAR = 2**31
 HEAD_DIM, TOKENS = 256, 64
 NUM_FAR = {dim: FAR // (dim * TOKENS) for dim in (64, 128, HEAD_DIM)}  # blocks of one KV head
-_NORESERVE = 0x4000  # no memory for what is not written to; `mmap` names it from Python 3.13 on
-
-
-def far_pages(machine, own, num_far):
-    """`own` pages `[blocks, 1, tokens, head_dim]` behind so many others. Of these only a GPU has
-    the memory.
-    """
-    shape = (num_far + len(own), *own.shape[1:])
-    size = int(np.prod(shape)) * own.itemsize
-    if machine.tensor(own).device.type == "cuda":
-        if 2 * size > torch.cuda.mem_get_info()[0]:
-            pytest.skip(f"this GPU has not twice {size} bytes")
-        pages = torch.empty(shape, dtype=own.dtype, device="cuda")
-        pages[num_far:] = own.cuda()
-        return pages
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    memory = mmap.mmap(-1, size, flags=flags)
-    pages = torch.frombuffer(memory, dtype=torch.uint8).view(own.dtype).view(shape)
-    pages[num_far:] = own
-    return DeviceTensor(pages)
 
 
 class FarRows(PagedRows):

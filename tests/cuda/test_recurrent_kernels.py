@@ -9,9 +9,9 @@ import torch
 from checkpoints import random_state
 from devices import prompt
 from family_configs import WIDE
+from far_pages import FAR, far_pages
 from kernel_values import DTYPES, randn
 from recurrent_rows import in_steps
-from test_far_pages import FAR, far_pages
 
 from gptmanager import (
     CapacitySchedulerPolicy,

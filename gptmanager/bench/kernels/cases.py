@@ -83,7 +83,7 @@ class Sizes:
     """The sizes of all cases.
 
     The defaults are the sizes of Llama-3.1-8B, with batches for a large GPU. Matmuls also run with
-    the sizes of Qwen2.5-0.5B. Experts have the sizes of Qwen3-30B-A3B, the delta rule has the sizes of
+    the sizes of Qwen2.5-0.5B. Experts have the sizes of Qwen3-30B-A3B, the delta rule those of
     Qwen3-Next, and Mamba-2 those of Granite 4.0-H Small. The model's width for LoRA is
     `adapters.hidden`.
     """

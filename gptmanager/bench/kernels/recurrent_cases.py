@@ -1,4 +1,4 @@
-"""Kernel benchmark cases for recurrent layers, at the sizes of Qwen3-Next and Granite 4.0-H Small."""
+"""Kernel benchmark cases for recurrent layers: those of Qwen3-Next and Granite 4.0-H Small."""
 
 from __future__ import annotations
 
