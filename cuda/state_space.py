@@ -53,22 +53,9 @@ def state_space(
     have the same dtype: float32, float16 or bfloat16. A token's result has the same bits however
     the tokens of its row are divided among calls. Raises ValueError for other tensors.
     """
-    num_tokens, num_rows, dtype, heads = len(out), len(rows.slots), out.dtype, shape.heads
+    _check(out, projected, shape, tensors, state, rows)
+    num_tokens, num_rows, dtype = len(out), len(rows.slots), out.dtype
     stride, wide, channels = shape.projected, torch.float32, shape.channels
-    check_tensors(
-        out=(out, (num_tokens, shape.inner), dtype),
-        projected=(projected, (num_tokens, stride), dtype),
-        conv=(tensors.conv.weight, (shape.width, channels), dtype),
-        bias=(tensors.conv.bias, (channels,), dtype),
-        decay=(tensors.decay, (heads,), wide),
-        step=(tensors.step, (heads,), wide),
-        skip=(tensors.skip, (heads,), wide),
-        norm=(tensors.norm, (shape.inner,), dtype),
-        inputs=(state.inputs, (None, shape.width - 1, channels), dtype),
-        memory=(state.memory, (None, heads, shape.state, shape.head_dim), wide),
-        row_starts=(rows.row_starts, (num_rows + 1,), torch.int32),
-        slots=(rows.slots, (num_rows,), torch.int32),
-    )
     if not num_tokens:
         return
     mixed = out.new_empty(num_tokens, channels, dtype=wide)
@@ -85,7 +72,7 @@ def state_space(
     )
     rows_of_memory = next(it for it in _STATES if shape.state <= it)
     launcher.kernel(PROGRAM, f"scan<{name}, {rows_of_memory}>")(
-        (num_rows, heads, -(-shape.head_dim // _COLUMNS)),
+        (num_rows, shape.heads, -(-shape.head_dim // _COLUMNS)),
         (rows_of_memory,),
         (
             *(read, state.memory, mixed, projected),
@@ -98,4 +85,31 @@ def state_space(
         (num_tokens, shape.norm_groups),
         (min(1024, -(-size // 32) * 32),),
         (out, read, projected, tensors.norm, *ints(size, stride), np.float32(eps)),
+    )
+
+
+def _check(
+    out: Tensor,
+    projected: Tensor,
+    shape: StateSpaceShape,
+    tensors: StateSpaceTensors,
+    state: StateSpaceState,
+    rows: RowSpans,
+) -> None:
+    """Raise ValueError for tensors that `state_space` does not take."""
+    num_tokens, num_rows, dtype, heads = len(out), len(rows.slots), out.dtype, shape.heads
+    wide, channels = torch.float32, shape.channels
+    check_tensors(
+        out=(out, (num_tokens, shape.inner), dtype),
+        projected=(projected, (num_tokens, shape.projected), dtype),
+        conv=(tensors.conv.weight, (shape.width, channels), dtype),
+        bias=(tensors.conv.bias, (channels,), dtype),
+        decay=(tensors.decay, (heads,), wide),
+        step=(tensors.step, (heads,), wide),
+        skip=(tensors.skip, (heads,), wide),
+        norm=(tensors.norm, (shape.inner,), dtype),
+        inputs=(state.inputs, (None, shape.width - 1, channels), dtype),
+        memory=(state.memory, (None, heads, shape.state, shape.head_dim), wide),
+        row_starts=(rows.row_starts, (num_rows + 1,), torch.int32),
+        slots=(rows.slots, (num_rows,), torch.int32),
     )
