@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(128) convolve(
     const T* conv,       // [width, channels]
     const T* bias,       // [channels] or null
     const int* row_starts, const int* slots, int channels, int width, int stride, int offset) {
-    constexpr int AHEAD = 8;  // tokens whose inputs are loaded together
+    constexpr int AHEAD = 8;  // tokens that are loaded together
     ptx::wait_for_previous();
     int channel = blockIdx.y * blockDim.x + threadIdx.x;
     int first = row_starts[blockIdx.x], stop = row_starts[blockIdx.x + 1];
