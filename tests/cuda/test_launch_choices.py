@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gptmanager.cuda import activations, norms
+from gptmanager.cuda import activations, norms, state_space
 from gptmanager.cuda.attention.context_attention import plan_context
 from gptmanager.cuda.attention.generation_attention import GenerationWork, generation_attention
 from gptmanager.cuda.gemm import gemv as products
@@ -17,6 +17,12 @@ from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.cuda.sampling import sampling, token_masks
 from gptmanager.cuda.sampling.sampling import PARAMS
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
+from gptmanager.kernels.recurrent.convolution import Filter
+from gptmanager.kernels.recurrent.state_space_formulas import (
+    StateSpaceShape,
+    StateSpaceState,
+    StateSpaceTensors,
+)
 
 BF16, FLOAT, INT, LONG = torch.bfloat16, torch.float32, torch.int32, torch.int64
 
@@ -70,6 +76,35 @@ def test_a_norm_has_as_few_vectors_a_thread_as_512_threads_allow(card, width, dt
 def test_an_activation_of_a_row_is_cut_into_blocks_of_128_vectors(card):
     activations.activate_gated(card, empty(5, 14336), empty(5, 28672))
     assert card.launched == [("activate_gated<bf16, 8, SILU>", (5, 14), 128)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "width", "scan", "norm"),
+    [
+        # Granite 4.0-H Small: an output of 8,192 elements has eight for each thread
+        (StateSpaceShape(128, 64, 128, 1, 4), BF16, 4, ("128", (128, 1), 128), (1, 1024)),
+        (StateSpaceShape(32, 80, 132, 2, 5, 8), FLOAT, 8, ("256", (32, 2), 256), (8, 320)),
+    ],
+    ids=["Granite", "other"],
+)
+def test_blocks_of_a_state_space(card, shape, dtype, width, scan, norm):
+    heads, own = shape.heads, {"dtype": dtype}
+    of_heads = (empty(heads, dtype=FLOAT) for _ in range(3))
+    conv = Filter(empty(shape.width, shape.channels, **own))
+    state = StateSpaceState(
+        empty(9, shape.width - 1, shape.channels, **own),
+        empty(9, heads, shape.state, shape.head_dim, dtype=FLOAT),
+    )
+    rows = RowSpans(empty(4, dtype=INT), *(empty(3, dtype=INT) for _ in range(2)), None)
+    given = shape, StateSpaceTensors(conv, *of_heads, empty(shape.inner, **own)), 1e-5, state, rows
+    out, projected = empty(7, shape.inner, **own), empty(7, shape.projected, **own)
+    state_space.state_space(card, out, projected, *given)
+    name, (grid, threads) = "bf16" if dtype is BF16 else "float", scan[1:]
+    assert card.launched == [
+        (f"convolve<{name}, {width}>", (3, -(-shape.channels // 128)), 128),
+        (f"scan<{name}, {scan[0]}>", (3, *grid), threads),
+        (f"norm_gated<{name}>", (7, norm[0]), norm[1]),
+    ]
 
 
 @pytest.mark.parametrize(("heads", "tiles"), [(8, 1), (32, 1), (64, 1), (72, 2), (128, 2)], ids=str)
