@@ -337,8 +337,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 }
 
 
-_OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_topk", "layers_block_type")
-_OF_LAYERS += ("hybrid_override_pattern",)
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_topk")
 
 
 def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
