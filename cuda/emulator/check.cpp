@@ -230,6 +230,7 @@ enum Kind { READ = 1, WRITE = 2, BOTH = 3, ARRIVAL = 4 | WRITE };
 static void access(void* pointer, size_t size, Kind kind, unsigned flags, Site site) {
     char* address = static_cast<char*>(pointer);
     if (!checking || !current) return;
+    stop_if_interrupted(site);
     Shadow* shadow = find(address);
     if (!shadow) return unknown(address, size, kind & WRITE, site);
     const Region& region = shadow->region;

@@ -63,6 +63,7 @@ class _Launch(ctypes.Structure):  # state.h
         ("closed", ctypes.c_int),
         ("report", ctypes.c_char_p),
         ("report_size", ctypes.c_size_t),
+        ("block_timeout_s", ctypes.c_double),
     )
 
 
@@ -108,11 +109,13 @@ def _encoding(function: str) -> str:
 class Library:
     """A loaded library. It runs blocks, warps and lanes in an `order`.
 
-    The order is 0 for forward, -1 for reverse, otherwise the seed of a shuffle.
+    The order is 0 for forward, -1 for reverse, otherwise the seed of a shuffle. A block may run for
+    `block_timeout_s` seconds of the processor; 0 means no limit.
     """
 
-    def __init__(self, path: Path, checked: bool, order: int) -> None:
+    def __init__(self, path: Path, checked: bool, order: int, block_timeout_s: float) -> None:
         self._path = path
+        self._block_timeout_s = block_timeout_s
         self._checked = checked
         self._order = order
         self._static_shared: dict[int, int] = {}
@@ -210,6 +213,7 @@ class Library:
             closed=not any(it.unknown for it in arguments),
             report=ctypes.cast(report, ctypes.c_char_p),
             report_size=_REPORT,
+            block_timeout_s=self._block_timeout_s,
         )
         if self._library.emulator_launch(ctypes.byref(launch)):
             raise EmulatorError(with_lines(report.value.decode(errors="replace"), self._path))

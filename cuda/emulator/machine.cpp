@@ -115,7 +115,7 @@ __attribute__((noipa)) static void run(Thread& thread) {
 
 static void wait_in(State state) {
     current->state = state;
-    stop_if_interrupted();
+    stop_if_interrupted(current->site);
     pause_fiber();
 }
 
@@ -178,6 +178,7 @@ static void report_deadlock() {
 
 static void run_block() {
     poison();
+    watch_block();
     arrived = 0;
     if (checking) check_block();
     warpgroup_block();
@@ -382,6 +383,7 @@ extern "C" __attribute__((visibility("default"))) int emulator_launch(const Laun
     catch_faults();
     if (!_setjmp(launch_start)) {
         prepare();
+        start_timer();
         if (checking) check_launch();
         std::vector<unsigned> blocks;
         set_order(blocks, size_t(grid_size.x) * grid_size.y * grid_size.z, 3);
@@ -392,6 +394,7 @@ extern "C" __attribute__((visibility("default"))) int emulator_launch(const Laun
         }
         failed = 0;
     }
+    stop_timer();
     if (given->checking) check_launch_end();
     release_faults();
     launch = nullptr;

@@ -1,14 +1,18 @@
-// Stacks, shared memory and its poisoning, and the handlers of invalid accesses and interrupts.
+// Stacks, shared memory and its poisoning; handlers of invalid accesses, interrupts and endless loops.
 #include "state.h"
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <csignal>
 #include <cstring>
+#include <ctime>
 #include <link.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <ucontext.h>
+#include <unistd.h>
 
 namespace emulator {
 
@@ -120,11 +124,11 @@ void poison() {
 
 // Faults ------------------------------------------------------------------------------------------
 
-static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGINT, SIGALRM};
+static const int SIGNALS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGVTALRM, SIGINT, SIGALRM};
 constexpr int NUM_SIGNALS = sizeof SIGNALS / sizeof *SIGNALS;
 static struct sigaction before[NUM_SIGNALS];
+const char* volatile interrupted;
 static pthread_t launching;
-static volatile sig_atomic_t interrupted;
 static stack_t stack_before;
 static char signal_stack[64 << 10];
 static const Site* touching;  // location of the instruction that is accessing memory
@@ -178,8 +182,11 @@ static void on_fault(int signal, siginfo_t* info, void* context) {
     fail_outside((char*)info->si_addr, site);
 }
 
-void stop_if_interrupted() {
-    if (interrupted) fail(current->site, "interrupted");
+static void interrupt(const char* reason, void* context) {
+    interrupted = reason;
+    char* address = interrupted_address(context);
+    // Another library is not interrupted: it may hold a lock.
+    if (current && in_library(address)) fail(here(address + 1), "%s", reason);
 }
 
 // Handles Ctrl-C and the time limit of a test. Python's own handlers run only after the kernel.
@@ -197,21 +204,71 @@ static void on_interrupt(int signal, siginfo_t* info, void* context) {
     }
     if (python.sa_flags & SA_SIGINFO) python.sa_sigaction(signal, info, context);
     else python.sa_handler(signal);
-    interrupted = 1;
-    char* address = interrupted_address(context);
-    // Another library is not interrupted: it may hold a lock.
-    if (current && in_library(address)) fail(here(address + 1), "interrupted");
+    interrupt("interrupted", context);
+}
+
+// Blocks that do not end ----------------------------------------------------------------------------
+
+#ifndef sigev_notify_thread_id
+#define sigev_notify_thread_id _sigev_un._tid
+#endif
+
+static timer_t timer;
+static bool has_timer;
+static volatile unsigned long blocks, blocks_before;  // begun, now and at the timer's last signal
+static char overdue[80];
+
+void watch_block() { blocks = blocks + 1; }
+
+static bool set_timer(double seconds) {
+    double whole = std::floor(seconds);
+    timespec time{time_t(whole), long((seconds - whole) * 1e9)};
+    itimerspec each{time, time};
+    return !timer_settime(timer, 0, &each, nullptr);
+}
+
+// The timer counts only the time in which this thread runs, so a busy machine ends no kernel.
+void start_timer() {
+    double seconds = launch->block_timeout_s;
+    if (!seconds) return;
+    blocks = blocks_before = 0;
+    snprintf(overdue, sizeof overdue, "a block has run for more than %g s (block_timeout_s)", seconds);
+    sigevent event{};
+    event.sigev_notify = SIGEV_THREAD_ID;
+    event.sigev_signo = SIGVTALRM;
+    event.sigev_value.sival_ptr = &timer;
+    event.sigev_notify_thread_id = pid_t(syscall(SYS_gettid));
+    has_timer = !timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer);
+    if (!has_timer || !set_timer(seconds)) fail(here(nullptr), "no timer for block_timeout_s = %g", seconds);
+}
+
+// After this no signal arrives any more: this thread alone gets them, at the latest on return from here.
+void stop_timer() {
+    if (has_timer) timer_delete(timer);
+    has_timer = false;
+}
+
+// If the same block runs as at the last signal, the kernel ends at its next emulated operation, which knows
+// its line; or at the next signal, if there is no such operation in its loop.
+static void on_timer(int, siginfo_t* info, void* context) {
+    if (info->si_code != SI_TIMER || info->si_value.sival_ptr != &timer) return;
+    if (interrupted) return interrupt(interrupted, context);
+    if (blocks == blocks_before) {
+        interrupted = overdue;
+        set_timer(1e-2);
+    }
+    blocks_before = blocks;
 }
 
 void catch_faults() {
     launching = pthread_self();
-    interrupted = 0;
+    interrupted = nullptr;
     touching = nullptr;  // an interrupt may have ended the last launch within `touch`
     stack_t stack{signal_stack, 0, sizeof signal_stack};
     sigaltstack(&stack, &stack_before);
     for (int i = 0; i < NUM_SIGNALS; i++) {
         struct sigaction action {};
-        action.sa_sigaction = i < 3 ? on_fault : on_interrupt;
+        action.sa_sigaction = i < 3 ? on_fault : i == 3 ? on_timer : on_interrupt;
         action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
         sigaction(SIGNALS[i], &action, &before[i]);
     }
@@ -223,7 +280,7 @@ void release_faults() {
 }
 
 void touch(const void* address, size_t size, Site site) {
-    stop_if_interrupted();  // the interrupt arrived in another library, in a loop without barriers
+    stop_if_interrupted(site);  // the interrupt arrived in another library, in a loop without barriers
     auto* bytes = static_cast<const volatile char*>(address);
     touching = &site;
     std::atomic_signal_fence(std::memory_order_seq_cst);  // the fault handler reads `touching`: store it first

@@ -7,6 +7,7 @@ It does not depend on the kernels of this package: an application's own kernels 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,10 @@ class Module:
     is checked, and races and uninitialized shared memory are reported, which is slow. The `order`
     of blocks, warps and lanes is "forward", "reverse", or the seed of a shuffle. `only` selects
     some of `name_expressions`: only these kernels are built, and the preprocessed source is kept
-    for later modules with `only`. Raises `EmulatorError` with g++'s messages if the source does not
-    compile, and `ConfigError` if g++ is missing.
+    for later modules with `only`. A block that still runs after `block_timeout_s` seconds, or
+    at the latest after twice as long, ends with an error, because it may be in an endless loop.
+    Only time of the processor counts. None means no limit. Raises `EmulatorError` with g++'s
+    messages if the source does not compile, and `ConfigError` if g++ is missing.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Module:
         order: str | int = "forward",
         toolchain: Toolchain | None = None,
         only: Sequence[str] = (),
+        block_timeout_s: float | None = 60.0,
     ) -> None:
         if (path is None) == (source is None):
             raise EmulatorError("pass either `path` or `source`, and not both")
@@ -158,7 +162,8 @@ class Module:
         if only:
             self._numbers = {name: self._number(name) for name in only}
             unit = only_kernels(unit, self._numbers.values())
-        self._library = Library(toolchain.build(unit, file.name, check), check, _order(order))
+        library = toolchain.build(unit, file.name, check)
+        self._library = Library(library, check, _order(order), _seconds(block_timeout_s))
 
     def get_function(self, name: str) -> Kernel:
         return Kernel(name, self._library, self._number(name))
@@ -179,6 +184,17 @@ def _preprocess(
 
 
 _preprocessed = functools.lru_cache(32)(_preprocess)
+
+
+def _seconds(block_timeout_s: float | None) -> float:
+    """Return the limit for a block in seconds; 0 for no limit."""
+    if block_timeout_s is None:
+        return 0.0
+    if not isinstance(block_timeout_s, int | float) or not 0 < block_timeout_s < math.inf:
+        raise EmulatorError(
+            f"`block_timeout_s` must be a positive number or None, got {block_timeout_s!r}"
+        )
+    return float(block_timeout_s)
 
 
 def _order(order: str | int) -> int:

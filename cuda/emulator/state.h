@@ -73,6 +73,7 @@ struct Launch {  // filled by Python; library.py has the same structure
     int closed;     // `regions` has all memory that the kernel may access
     char* report;
     size_t report_size;
+    double block_timeout_s;  // seconds of the processor; 0: no limit
 };
 
 extern const Launch* launch;
@@ -90,9 +91,15 @@ constexpr size_t STACK = 256 << 10;
 void map_memory(size_t num_threads, size_t dynamic);
 char* stack_of(unsigned thread);
 void poison();  // shared memory, before each block
+void watch_block();  // a block begins
 void catch_faults();
 void release_faults();
-void stop_if_interrupted();
+void start_timer();  // for `block_timeout_s`
+void stop_timer();
+extern const char* volatile interrupted;  // why the kernel must end; null: it need not
+inline void stop_if_interrupted(Site site) {
+    if (interrupted) fail(site, "%s", interrupted);
+}
 void touch(const void* address, size_t size, Site site);  // reads it; a fault is reported at `site`
 [[noreturn]] void fail_outside(char* address, Site site);
 bool in_stacks(const char* address);

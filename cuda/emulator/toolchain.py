@@ -108,7 +108,7 @@ class Toolchain:
         except EmulatorError:  # an error in `text`, or g++ cannot use the precompiled headers
             self._run(arguments, text, name)
         # Linked without sanitizers: the machine defines the functions that instrumented code calls.
-        files = [str(compiled), str(self._runtime())]
+        files = [str(compiled), str(self._runtime()), "-lrt"]  # timers, before glibc 2.34
         self._run(["-shared", *_linker(), "-Wl,-Bsymbolic", *files, "-o", str(target)], "", name)
         compiled.unlink()
 

@@ -589,6 +589,42 @@ for body in ("", "__syncwarp();", copies):
     assert done.stdout == "interrupted\nand goes on\n" * 3, done.stderr
 
 
+ENDLESS = """
+__global__ void spin(volatile int* x) { if (threadIdx.x == 5) while (x[0] == 0) {} }
+__global__ void ask(int* x) { if (threadIdx.x == 5) while (atomicAdd(x, 0) == 0) {} }
+__global__ void meet(int* x) { if (blockIdx.x == 1) for (;;) __syncthreads(); }
+__global__ void count(int* x) { for (int i = 0; i < 10000; i++) atomicAdd(x, 1); }
+"""
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_block_that_never_ends_is_an_error(check):
+    names = ["spin", "ask", "meet", "count"]
+    options = {"check": check, "block_timeout_s": 0.01}
+    module = emulator.Module(source=ENDLESS, name_expressions=names, **options)
+    for line, name, place in (
+        *((2, "spin", r"\(0, 0, 0\), thread \(5, "), (3, "ask", r"\(0, 0, 0\), thread \(5, ")),
+        (4, "meet", r"\(1, 0, 0\), thread \("),
+    ):
+        why = (
+            rf"{name}: a block has run for more than 0.01 s .*, at kernel.cu:{line}, block {place}"
+        )
+        with pytest.raises(emulator.EmulatorError, match=why):
+            module.get_function(name)((3,), (64,), (emulator.asarray([0], np.int32),))
+    if not check:  # many blocks of a millisecond or less
+        x = emulator.asarray([0], np.int32)
+        module.get_function("count")((300,), (1,), (x,))
+        assert x.tolist() == [3_000_000]
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "1"])
+def test_a_limit_for_a_block_is_a_positive_number(seconds):
+    with pytest.raises(
+        emulator.EmulatorError, match="`block_timeout_s` must be a positive number or None"
+    ):
+        emulator.Module(source=SCALE, name_expressions=NAMES, block_timeout_s=seconds)
+
+
 # Arrays ------------------------------------------------------------------------------------------
 
 
