@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -25,6 +27,9 @@ class Reasoning(Enum):
     SEED_OSS = "seed_oss"
     COHERE = "cohere"
     GEMMA4 = "gemma4"
+    APERTUS = "apertus"
+    SOLAR_OPEN = "solar_open"
+    HY3 = "hy3"
     HARMONY = "harmony"
 
     @property
@@ -47,6 +52,20 @@ _FORMS = {
         "<|START_THINKING|>", "<|END_THINKING|>",
         around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
+    # Apertus may call a tool within a thought, and continue the thought after the result.
+    Reasoning.APERTUS: ThoughtFormat(
+        "<|inner_prefix|>", "<|inner_suffix|>", next_tags=("<|tools_prefix|>",)
+    ),
+    Reasoning.SOLAR_OPEN: ThoughtFormat(
+        "<|think|>", "<|end|>", shown=("assistant<|think|>",),
+        around=(
+            "<|begin|>assistant", "<|begin|>", "<|content|>", "<|tool_calls|>", "<|end|>",
+            "<|flush|>", "<|calls|>",
+        ),
+    ),
+    Reasoning.HY3: ThoughtFormat(
+        "<think:opensource>", "</think:opensource>", shown=("</think{}>", "</think:opensource>")
+    ),
     Reasoning.SEED_OSS: ThoughtFormat("<seed:think>", "</seed:think>"),
     Reasoning.MISTRAL: ThoughtFormat("[THINK]", "[/THINK]"),
     Reasoning.THINK: THINK,
@@ -59,8 +78,27 @@ def reasoning_of(parser: str, template: str) -> Reasoning:
         return Reasoning(parser)
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return Reasoning.HARMONY
-    found = (name for name, form in _FORMS.items() if form.closer in template)
+    found = (name for name, form in _FORMS.items() if form.is_in(template))
     return next(found, Reasoning.NONE)
+
+
+def with_thoughts(
+    messages: Sequence[Mapping[str, Any]], reasoning: Reasoning
+) -> list[dict[str, Any]]:
+    """Copy the thoughts in `reasoning_content` to the other keys that chat templates read.
+
+    A template decides which thoughts the model sees. In harmony a message with calls has either
+    thoughts or content, and the model does not see the thoughts of other messages.
+    """
+    found = []
+    for one in messages:
+        more, thoughts = {}, one.get("reasoning_content")
+        if thoughts:
+            more["reasoning"] = thoughts
+            if reasoning is not Reasoning.HARMONY or (one.get("tool_calls") and not one["content"]):
+                more["thinking"] = thoughts
+        found.append({**one, **more})
+    return found
 
 
 @dataclass(frozen=True, slots=True)

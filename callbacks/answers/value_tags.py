@@ -20,7 +20,11 @@ from gptmanager.callbacks.answers.parsing.call_parser import (
     read_header,
 )
 from gptmanager.callbacks.answers.parsing.python_values import as_json, json_of_literal
-from gptmanager.callbacks.answers.parsing.text_scan import ObjectScan, num_tag_letters
+from gptmanager.callbacks.answers.parsing.text_scan import (
+    ObjectScan,
+    first_tag,
+    num_tag_letters,
+)
 from gptmanager.callbacks.answers.schema_types import (
     choices_of,
     is_closed,
@@ -43,7 +47,8 @@ class ValueTags:
     `end` the tag after the value. If the format marks values in JSON, `begin_json` is the text
     before these, and `begin` the text before strings. `ends` are the tags that end a call. `joint`
     follows each argument. The grammar writes `line_break` around each value; the parser drops one
-    `dropped_break` before it, and one after it.
+    `dropped_break` before it, and one after it. A value that begins with the first of `quotes` ends
+    with the second, and may contain the tags.
     """
 
     key: str
@@ -54,6 +59,7 @@ class ValueTags:
     dropped_break: str = ""
     joint: str = "\n"
     begin_json: str = ""
+    quotes: tuple[str, str] | None = None
 
     @property
     def value_ends(self) -> tuple[str, ...]:
@@ -137,7 +143,7 @@ class TaggedValuesParser(HeadedCallParser):
         self._name = ""
         self._num_values = 0
         self._types: frozenset[str] = frozenset()  # of the last value
-        self._is_value = self._is_text = self._has_begun = False
+        self._is_value = self._is_text = self._has_begun = self._is_quoted = False
         self._num_passed = 0  # characters of a value in which no tag ends it
         self._brackets: _BracketScan | None = None  # of a value that is an object or a list
         self._reads_brackets = True
@@ -145,6 +151,9 @@ class TaggedValuesParser(HeadedCallParser):
         self._next = (tags.key, *tags.ends)
         self._ends = re.compile("|".join(map(re.escape, tags.value_ends)))
         self._held = {f"{before}{one}" for one in tags.value_ends for before in ("", line_break)}
+        if tags.quotes:
+            self._end_quote = re.compile(re.escape(tags.quotes[1]))
+            self._held.add(tags.quotes[1])
         self._keys = [
             (tags.key, _KEY, *(SPACE if it.isspace() else it for it in _split(begin)))
             for begin in (tags.begin, tags.begin_json)
@@ -171,7 +180,7 @@ class TaggedValuesParser(HeadedCallParser):
 
     def _read_key(self, found: list[Found]) -> bool:
         """Read up to the value of the next argument, or up to the end of the call."""
-        at, tag = _first(self._text, self._next)
+        at, tag = first_tag(self._text, self._next)
         if at < 0:
             self._take(
                 len(self._text) - max(num_tag_letters(self._text, one) for one in self._next)
@@ -193,7 +202,7 @@ class TaggedValuesParser(HeadedCallParser):
             return False
         self._take(end)
         name = name.strip()
-        self._is_value, self._has_begun = True, False
+        self._is_value, self._has_begun, self._is_quoted = True, False, False
         self._brackets, self._num_passed = None, 0
         self._types = types_of(self._schemas[self._name].get(name))
         self._is_text = self._types <= {"string"}
@@ -207,8 +216,11 @@ class TaggedValuesParser(HeadedCallParser):
         """Read a value, without the line breaks around it."""
         line_break = self.tags.dropped_break
         if not self._has_begun:
-            if not self._text:
+            quote = self.tags.quotes[0] if self.tags.quotes else ""
+            self._is_quoted = bool(quote) and self._text.startswith(quote)
+            if not self._is_quoted and (not self._text or quote.startswith(self._text)):
                 return False
+            self._take(len(quote) if self._is_quoted else 0)
             self._text, self._has_begun = self._text.removeprefix(line_break), True
             if self._is_text:
                 self._add('"', found)
@@ -220,20 +232,22 @@ class TaggedValuesParser(HeadedCallParser):
             return False
         value = self._take(end.start()).removesuffix(line_break)
         self._add(_within_quotes(value) + '"' if self._is_text else self._json_of(value), found)
-        self._take(len(end[0]) if end[0] == self.tags.end else 0)
+        self._take(len(end[0]) if end[0] == self.tags.end or self._is_quoted else 0)
         self._is_value = False
         return True
 
     def _value_end(self) -> re.Match[str] | None:
         """Return the tag that ends the value, or None if it is not there yet."""
+        ends = self._end_quote if self._is_quoted else self._ends
         if self._is_text:
-            return self._ends.search(self._text)
-        if self._brackets is None and self._reads_brackets and _BRACKET.match(self._text):
+            return ends.search(self._text)
+        may_begin = self._brackets is None and self._reads_brackets and not self._is_quoted
+        if may_begin and _BRACKET.match(self._text):
             self._brackets = _BracketScan()
-        found = self._ends.search(self._text, self._num_passed)
+        found = ends.search(self._text, self._num_passed)
         while found and self._brackets and self._brackets.is_in_string(self._text, found.start()):
             self._num_passed = found.end()
-            found = self._ends.search(self._text, self._num_passed)
+            found = ends.search(self._text, self._num_passed)
         if found is None:  # a tag may begin in the last letters
             num_held = max(map(len, self.tags.value_ends)) - 1
             self._num_passed = max(self._num_passed, len(self._text) - num_held)
@@ -257,11 +271,6 @@ class TaggedValuesParser(HeadedCallParser):
 def _split(text: str) -> list[str]:
     """Divide a text into white space and other parts."""
     return [part for part in re.split(r"(\s+)", text) if part]
-
-
-def _first(text: str, tags: tuple[str, ...]) -> tuple[int, str]:
-    """Return the index of the tag that occurs first in `text`, and this tag, or (-1, "")."""
-    return min(((text.find(tag), tag) for tag in tags if tag in text), default=(-1, ""))
 
 
 def _within_quotes(text: str) -> str:

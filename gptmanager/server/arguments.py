@@ -46,11 +46,15 @@ command line has precedence, then the environment, then the file.
 """
 
 # The formats are listed here, so that `gptmanager --help` needs no import of their parsers.
-_THOUGHTS = ("auto", "none", "think", "mistral", "seed_oss", "cohere", "gemma4", "harmony")
+_THOUGHTS = (
+    *("auto", "none", "think", "mistral", "seed_oss", "cohere", "gemma4", "harmony", "apertus"),
+    *("solar_open", "hy3"),
+)
 _CALLS = (
     *("auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek", "pythonic", "harmony"),
     *("gemma4", "glm45", "minimax_m2", "seed_oss", "cohere", "json_list", "olmo3", "lfm2"),
-    *("deepseek_v32", "kimi_k2", "apertus", "functionary"),
+    *("deepseek_v32", "kimi_k2", "apertus", "functionary", "minicpm5", "solar_open", "hy3"),
+    "functiongemma",
 )
 
 

@@ -14,6 +14,7 @@ from gptmanager.callbacks.answers.reasoning import (
     Reasoning,
     reasoning_of,
     special_tags,
+    with_thoughts,
 )
 from gptmanager.callbacks.answers.tool_formats.hermes import Hermes, HermesParser
 from gptmanager.decoding.guided.grammar_start import GrammarStart
@@ -90,13 +91,39 @@ def test_thoughts_in_tags(text, is_open, size, expected):
         ("cohere", "<|START_RESPONSE|>3 <|END_RESPONSE|>", "<|START_THINKING|><|END_THINKING|>",
          ("", "3 ", [], 0)),
         ("cohere", "<|START_TEXT|> 3<|END_TE", "", ("", " 3<|END_TE", [], 0)),
+        ("apertus", "<|inner_prefix|>I add.<|inner_suffix|>3", "", ("I add.", "3", [], 6)),
+        ("apertus", "<|inner_prefix|>a <|<|tools_prefix|>3", "",
+         ("a <|", "<|tools_prefix|>3", [], 4)),
+        ("solar_open", f"<|think|>a<|end|><|begin|>assistant<|content|>3<|begin|>{CALL}<|end|>", "",
+         ("a", "3", [("add", '{"a": "</think>"}')], 1)),
+        ("solar_open", "<|content|>3<|flush|><|begin|>assist",
+         "<|begin|>assistant<|think|><|end|><|begin|>assistant", ("", "3<|begin|>assist", [], 0)),
+        ("hy3", "a</think:opensource>3", "<think:opensource>", ("a", "3", [], 1)),
     ],
 )  # fmt: skip
 def test_other_tags_of_thoughts(name, text, prompt, size, expected):
     start = AnswerStart.of_prompt(Reasoning(name), prompt, None)
     assert read(start.parser(TOOLS, Hermes()), text, size) == expected
     if size is None:
-        assert reasoning_of("auto", f"{Reasoning(name).form.closer} </think>") is Reasoning(name)
+        form = Reasoning(name).form
+        for shown in form.shown or (form.closer,):
+            assert reasoning_of("auto", f"{shown} </think>") is Reasoning(name)
+
+
+def test_thoughts_have_all_keys_that_templates_read():
+    """Harmony's template refuses a message with calls that has both `thinking` and content."""
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [{}]},
+        {"role": "assistant", "content": "3", "reasoning_content": "Hm.", "tool_calls": [{}]},
+    ]
+
+    def added(reasoning):
+        found = with_thoughts(messages, reasoning)
+        return [{*new} - {*old} for old, new in zip(messages, found, strict=True)]
+
+    assert added(Reasoning.NONE) == [set(), {"reasoning", "thinking"}, {"reasoning", "thinking"}]
+    assert added(Reasoning.HARMONY) == [set(), {"reasoning", "thinking"}, {"reasoning"}]
 
 
 def test_content_between_dropped_tags_keeps_its_place():

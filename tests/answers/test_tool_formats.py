@@ -159,6 +159,13 @@ def test_calls_as_text_are_found_again(name):
         ("city='''It's, ''so''''', days=2", '{"city": "It\'s, \'\'so", "days": 2}'),
         ('city="""a "b, \\"""c)""", days=2', '{"city": "a \\"b, \\"\\"\\"c)", "days": 2}'),
         ("city='', unit=\"\"", '{"city": "", "unit": ""}'),
+        ("city='It's, 5\" o'clock' , days=2", '{"city": "It\'s, 5\\" o\'clock", "days": 2}'),
+        (
+            "city=\"a\n'b'\t\\n\", tags=['\r', null]",
+            '{"city": "a\\n\'b\'\\t\\n", "tags": ["\\r", null]}',
+        ),
+        ("unit={'a': true, \"b\": [false]}", '{"unit": {"a": true, "b": [false]}}'),
+        ("city='a', 'b'", '{"city": "a", "days": "b"}'),
         ("days=" + "(" * 10**3 + ")" * 10**3, None),
     ],
 )
@@ -186,7 +193,7 @@ def test_values_in_tags(values, arguments):
     assert json.loads(calls[0][1]) == arguments
 
 
-IN_TAGS = ("qwen3_coder", "seed_oss", "minimax_m2", "glm45")
+IN_TAGS = ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "minicpm5", "hy3")
 
 
 @pytest.mark.parametrize("name", [*IN_TAGS, "deepseek_v32"])
@@ -264,14 +271,29 @@ def test_a_format_may_say_which_values_are_json():
     assert content == "" and json.loads(calls[0][1]) == {it[0]: it[3] for it in values}
 
 
+@pytest.mark.parametrize("size", [1, 6, 10**9])
+def test_strings_in_quotes_may_contain_tags(size):
+    values = ("<![CDATA[<b>\n</param></function>]]></param>", "<![CD</param>", "]]></param>")
+    text = "".join(f'<param name="{key}">{value}' for key, value in zip("abc", values, strict=True))
+    text += '<param name="days"><![CDATA[2]]></param><param name="tags"><![CDATA[["]"]]]></param>'
+    text = f'<function name="look">{text}</function>'
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    content, calls, is_cut = parsed(MADE["minicpm5"], pieces)
+    assert content == "" and not is_cut and json.loads(calls[0][1]) == {
+        "a": "<b>\n</param></function>", "b": "<![CD", "c": "]]>", "days": 2, "tags": ["]"]
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("size", [1, 10**9])
-def test_ids_of_kimi_are_those_that_the_model_writes(size):
-    def ids(text):
-        answer = ChatAnswer(MADE["kimi_k2"].parser(TOOLS), new_id=lambda: "new")
+def test_ids_are_those_that_the_model_writes(size):
+    def ids(text, form="kimi_k2"):
+        answer = ChatAnswer(MADE[form].parser(TOOLS), new_id=lambda: "new")
         for at in range(0, len(text), size):
             answer.push(text[at : at + size])
         return [call["id"] for call in answer.message()["tool_calls"]]
 
+    assert ids(TWO["solar_open"], "solar_open") == ["a1b2c3d4e5", "f6g7h8i9j0"]
+    assert ids(TWO["solar_open"].replace("a1b2c3d4e5", ""), "solar_open") == ["new", "f6g7h8i9j0"]
     text = TWO["kimi_k2"]
     assert ids(text) == ["functions.look:0", "functions.stop:1"]
     assert ids(text.replace("stop:1", "look:0")) == ["functions.look:0", "new"]
@@ -287,9 +309,10 @@ def fits(request):
     tokenizer = load_tokenizer("examples/tiny_llama")
     if request.param:
         special = ("mistral", "harmony", "gemma4", "granite", "cohere", "lfm2", "minimax_m2")
-        for name in (*special, "kimi_k2", "apertus", "deepseek_v32"):
+        more = ("kimi_k2", "apertus", "deepseek_v32", "solar_open", "functiongemma")
+        for name in (*special, *more):
             tokenizer.add_special_tokens([*MADE[name].tags])
-        for name in ("deepseek", "hermes", "glm45", "seed_oss"):
+        for name in ("deepseek", "hermes", "glm45", "seed_oss", "hy3"):
             tokenizer.add_tokens([*MADE[name].tags])
     return fits_of(tokenizer)
 

@@ -45,6 +45,10 @@ MADE = {
     "apertus": format_of("apertus", ""),
     "functionary": format_of("functionary", ""),
     "kimi_k2": format_of("kimi_k2", ""),
+    "solar_open": format_of("solar_open", ""),
+    "minicpm5": format_of("minicpm5", ""),
+    "hy3": format_of("hy3", ""),
+    "functiongemma": format_of("functiongemma", ""),
     "deepseek_v32": format_of("deepseek_v32", ""),
     "deepseek v4": format_of("deepseek_v32", "tool_calls>"),
     "gemma4": format_of("gemma4", ""),
@@ -105,6 +109,15 @@ TWO = {  # two calls, as each format writes them, after a text if it may have on
     "kimi_k2": "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
     f"<|tool_call_argument_begin|>{ROME}<|tool_call_end|><|tool_call_begin|>functions.stop:1"
     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "solar_open": "Hm.<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>look"
+    f"<|tool_call:args|>{ROME}<|tool_call:end|><|tool_call:begin|>f6g7h8i9j0<|tool_call:name|>stop"
+    "<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+    "minicpm5": 'Hm.\n<function name="look"><param name="city">Rome</param><param name="days">2'
+    '</param></function>\n<function name="stop"></function>',
+    "hy3": f"Hm.<tool_calls>\n<tool_call>look<tool_sep>\n{GLM}</tool_call>\n<tool_call>stop"
+    "<tool_sep>\n</tool_call>\n</tool_calls>".replace(">", ":opensource>"),
+    "functiongemma": "Hm.<start_function_call>call:look{city:<escape>Rome<escape>,days:2}"
+    "<end_function_call><start_function_call>call:stop{}<end_function_call>",
     "deepseek_v32": f"Hm.{DSML}",
     "deepseek v4": f"Hm.{DSML.replace('function_calls', 'tool_calls')}",
     "seed_oss": "Hm.\n<seed:tool_call>\n<function=look>\n<parameter=city>Rome</parameter>\n"

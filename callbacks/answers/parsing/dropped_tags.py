@@ -32,9 +32,9 @@ class DroppedTags:
         return kept
 
     def flush(self) -> list[Found]:
-        """Return the content that was held back."""
+        """Return the content that was held back, unless it is a tag that begins a longer one."""
         held, self._held = self._held, None
-        return [] if held is None else [held]
+        return [] if held is None or held.text in self._tags else [held]
 
     def _pieces(self, content: Content) -> list[Found]:
         """Return the parts of `content` between tags; hold back an end that may begin a tag."""

@@ -11,8 +11,19 @@ from typing import Any, ClassVar
 
 _LONGEST = 1 << 16  # characters; longer values are not parsed as Python
 _BREAKS = re.compile(r"""(?P<quote>\"{3}|'{3}|["'])|[()\[\]{},]""")
+_QUOTES = re.compile(r"""\"{3}|'{3}|["']""")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ENDS = {quote: re.compile(rf"{quote}|\\") for quote in ('"', "'", '"""', "'''")}
+_LONGEST_SPACE = 16  # between a string and the comma or bracket after it
+# Some models write 'It's' without a backslash. So a single mark ends its string only before a
+# comma, a colon or a closing bracket.
+_AFTER = rf"(?=\s{{0,{_LONGEST_SPACE}}}[,:)\]}}])"
+_ENDS = {
+    mark: re.compile(rf"{mark}{after}|\\")
+    for mark, after in (("'", _AFTER), ('"', _AFTER), ("'''", ""), ('"""', ""))
+}
+_UNESCAPED = re.compile(r"""\\.|["'\n\r\0]""", re.DOTALL)
+_ESCAPES = {"\n": r"\n", "\r": r"\r", "\0": r"\x00", '"': r"\"", "'": r"\'"}
+_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def _refuse_constant(name: str) -> None:
@@ -40,12 +51,44 @@ def json_of_literal(text: str) -> str | None:
         pass
     if len(text) > _LONGEST:
         return None
-    try:
-        with warnings.catch_warnings():  # unknown escapes in strings cause warnings
-            warnings.simplefilter("ignore")
-            return as_json(ast.literal_eval(text))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
+    for written in (text, _with_escapes(text)):
+        try:
+            with warnings.catch_warnings():  # unknown escapes in strings cause warnings
+                warnings.simplefilter("ignore")
+                tree = _JsonConstants().visit(ast.parse(written.strip(), mode="eval"))
+                return as_json(ast.literal_eval(tree))
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+    return None
+
+
+class _JsonConstants(ast.NodeTransformer):
+    """Replaces the names true, false and null by their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802 - the name that ast asks for
+        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
+
+
+def _with_escapes(text: str) -> str:
+    """Return a value in Python's syntax with backslashes before the marks within its strings.
+
+    Line breaks in its strings become escapes, too. Returns `text` if a string does not end.
+    """
+    parts, at, text = [], 0, f"{text},"
+    while (mark := _QUOTES.search(text, at)) is not None:
+        parts.append(text[at : mark.end()])
+        at = begin = mark.end()
+        while True:
+            found = _ENDS[mark[0]].search(text, at)
+            if found is None:
+                return text[:-1]
+            if found[0] != "\\":
+                break
+            at = found.start() + 2
+        body = text[begin : found.start()]
+        parts.append(_UNESCAPED.sub(lambda one: _ESCAPES.get(one[0], one[0]), body) + mark[0])
+        at = found.end()
+    return "".join([*parts, text[at:-1]])
 
 
 class LiteralScan:
@@ -53,12 +96,14 @@ class LiteralScan:
 
     A subclass may have another syntax. `breaks`: the brackets, the comma and, as group "quote", the
     beginnings of strings. `ends`: for each of them, the end of its string, and perhaps a backslash.
-    `num_held`: letters at the end of the text in which a break may begin.
+    `num_held`: letters at the end of the text in which a break may begin. `num_after`: letters
+    after the mark at the end of a string that decide whether it is the end.
     """
 
     breaks: ClassVar[re.Pattern[str]] = _BREAKS
     ends: ClassVar[Mapping[str, re.Pattern[str]]] = _ENDS
     num_held: ClassVar[int] = 0
+    num_after: ClassVar[int] = _LONGEST_SPACE
 
     def __init__(self) -> None:
         self._depth = 0
@@ -74,7 +119,7 @@ class LiteralScan:
         while True:
             found = (self.ends[self._quote] if self._quote else self.breaks).search(text, self._at)
             if found is None:
-                num_held = len(self._quote) - 1 if self._quote else self.num_held
+                num_held = len(self._quote) + self.num_after if self._quote else self.num_held
                 self._at = max(self._at, len(text) - num_held)
                 return None
             mark, at = found[0], found.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import ClassVar
 
 _ENDS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}  # of strings, and escapes
@@ -51,3 +52,8 @@ class ObjectScan:
 def num_tag_letters(text: str, tag: str) -> int:
     """Return the length of the longest end of `text` that is an incomplete beginning of `tag`."""
     return next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
+
+
+def first_tag(text: str, tags: Iterable[str]) -> tuple[int, str]:
+    """Return the index of the tag that occurs first in `text`, and this tag, or (-1, "")."""
+    return min(((text.find(tag), tag) for tag in tags if tag in text), default=(-1, ""))

@@ -18,24 +18,32 @@ from gptmanager.callbacks.answers.parsing.answer_parts import (
 )
 from gptmanager.callbacks.answers.parsing.dropped_tags import DroppedTags
 from gptmanager.callbacks.answers.parsing.stepwise_parser import StepwiseParser
-from gptmanager.callbacks.answers.parsing.text_scan import num_tag_letters
+from gptmanager.callbacks.answers.parsing.text_scan import first_tag, num_tag_letters
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtFormat:
     """The tags around a thought: `opener`, perhaps a `label`, the thought, and `closer`.
 
-    `around` are tags around the text that follows the thought; they are dropped.
+    `around` are tags around the text that follows the thought; they are dropped. `next_tags` begin
+    what follows a thought that the model has not closed. A chat template that contains one of
+    `shown`, by default the closer, has this format.
     """
 
     opener: str
     closer: str
     label: str = ""
     around: tuple[str, ...] = ()
+    next_tags: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
 
     @property
     def tags(self) -> tuple[str, ...]:
         return self.opener, self.closer, *self.around
+
+    def is_in(self, template: str) -> bool:
+        """Return whether a chat template describes this format."""
+        return any(one in template for one in self.shown or (self.closer,))
 
 
 THINK = ThoughtFormat("<think>", "</think>")
@@ -69,6 +77,7 @@ class ThoughtTags(StepwiseParser):
         super().__init__()
         self._calls = calls
         self._opener, self._closer = form.opener + form.label, form.closer
+        self._ends = (form.closer, *form.next_tags)
         self._around = DroppedTags(form.around)
         self._is_open = is_open
         self._state = _State.ANSWER if is_closed else _State.BEGIN
@@ -130,8 +139,9 @@ class ThoughtTags(StepwiseParser):
         self.thoughts.append(ThoughtSpan(self._num_taken))
 
     def _read_thought(self, found: list[Found]) -> bool:
-        at = self._text.find(self._closer)
-        end = at if at >= 0 else len(self._text) - num_tag_letters(self._text, self._closer)
+        at, end_tag = first_tag(self._text, self._ends)
+        held = max(num_tag_letters(self._text, tag) for tag in self._ends)
+        end = at if at >= 0 else len(self._text) - held
         begin = 0
         if not self._has_thought:
             begin = end - len(self._text[:end].lstrip())
@@ -142,9 +152,10 @@ class ThoughtTags(StepwiseParser):
             self._take(begin + len(said))
         if at < 0:
             return False
-        self._take(self._text.find(self._closer))
+        self._take(self._text.find(end_tag))
         self.thoughts[-1].end = self._num_taken
-        self._take(len(self._closer))
+        if end_tag == self._closer:
+            self._take(len(end_tag))
         self._state = _State.AFTER
         return True
 

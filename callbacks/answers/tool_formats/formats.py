@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gptmanager.callbacks.answers.tool_format import ToolFormat
 from gptmanager.callbacks.answers.tool_formats.deepseek import DeepSeek, DeepSeekV32
-from gptmanager.callbacks.answers.tool_formats.gemma4 import Gemma4
+from gptmanager.callbacks.answers.tool_formats.gemma4 import FunctionGemma, Gemma4
 from gptmanager.callbacks.answers.tool_formats.harmony import Harmony
 from gptmanager.callbacks.answers.tool_formats.hermes import Hermes
 from gptmanager.callbacks.answers.tool_formats.json_lists import Apertus, Cohere, JsonList
@@ -12,8 +12,11 @@ from gptmanager.callbacks.answers.tool_formats.kimi import KimiK2
 from gptmanager.callbacks.answers.tool_formats.llama3 import Functionary, Llama3
 from gptmanager.callbacks.answers.tool_formats.mistral import Mistral
 from gptmanager.callbacks.answers.tool_formats.pythonic import Lfm2, Olmo3, Pythonic
+from gptmanager.callbacks.answers.tool_formats.solar_open import SolarOpen
 from gptmanager.callbacks.answers.tool_formats.tagged_values import (
     Glm45,
+    Hy3,
+    MiniCpm5,
     MiniMaxM2,
     Qwen3Coder,
     SeedOss,
@@ -26,10 +29,14 @@ FORMATS: tuple[type[ToolFormat], ...] = (
     DeepSeekV32,
     KimiK2,
     Apertus,
+    SolarOpen,
     Gemma4,
+    FunctionGemma,
     Cohere,
     Glm45,
+    Hy3,
     MiniMaxM2,
+    MiniCpm5,
     SeedOss,
     Qwen3Coder,
     Functionary,

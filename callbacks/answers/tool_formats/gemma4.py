@@ -1,10 +1,14 @@
-"""The format of Gemma 4: objects without quotes around names, and with marks around strings.
+"""The formats of Gemma 4 and FunctionGemma: objects without quotes around names, and with marks
+around strings.
 
-<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
+Gemma 4:       <|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:[1,2]}<tool_call|>
+FunctionGemma: <start_function_call>call:get_weather{city:<escape>Rome<escape>,days:[1,2]}
+               <end_function_call>
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,43 +30,56 @@ from gptmanager.callbacks.answers.schema_types import (
 )
 from gptmanager.callbacks.answers.tool_format import ShapedFormat
 
-_QUOTE = '<|"|>'
 _WORD = re.compile(r"[^\s{}\[\],:][^{}\[\],:]*")
 _NAME = re.compile(r"[^{}\[\],:<>]{1,256}")
-_KEY = re.compile(rf"\s*(?:{re.escape(_QUOTE)})?({_NAME.pattern})(?:{re.escape(_QUOTE)})?\s*:")
 _ANY_KEY = r'/[^\s<>{}\[\],:"][^<>{}\[\],:"]{0,63}/'
-_OPENER, _CLOSER = "<|tool_call>", "<tool_call|>"
 _KEYS = {"object": "properties", "array": "items"}  # schemas with these keys may lack a type
 _LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _MAX_DEPTH = 64
 
 
-class ValueScan(LiteralScan):
-    """Finds the end of a value in this format, in a text that arrives in pieces."""
+class _Gemma4Scan(LiteralScan):
+    """Finds the end of a value, in a text that arrives in pieces."""
 
-    breaks = re.compile(rf"(?P<quote>{re.escape(_QUOTE)})|[{{}}\[\],]")
-    ends = {_QUOTE: re.compile(re.escape(_QUOTE))}
-    num_held = len(_QUOTE) - 1
+    breaks = re.compile(r'(?P<quote><\|"\|>)|[{}\[\],]')
+    ends = {'<|"|>': re.compile(r'<\|"\|>')}
+    num_held = len('<|"|>') - 1
+    num_after = 0
+
+
+class _FunctionGemmaScan(LiteralScan):
+    breaks = re.compile(r"(?P<quote><escape>)|[{}\[\],]")
+    ends = {"<escape>": re.compile("<escape>")}
+    num_held = len("<escape>") - 1
+    num_after = 0
 
 
 class Gemma4Parser(ArgumentListParser):
-    openers = (_OPENER,)
-    closers = (_CLOSER,)
-    scan_class = ValueScan
+    openers = ("<|tool_call>",)
+    closers = ("<tool_call|>",)
+    scan_class = _Gemma4Scan
 
     def _header(self) -> tuple[str | re.Pattern[str], ...]:
         return SPACE, "call:", NAME, SPACE, "{"
 
     def _argument(self, text: str, index: int) -> tuple[str, str]:
-        key = _KEY.match(text)
+        (quote,) = self.scan_class.ends
+        mark = f"(?:{re.escape(quote)})?"
+        key = re.match(rf"\s*{mark}({_NAME.pattern}){mark}\s*:", text)
         if key is None:
-            return f"argument_{index}", _json_of(text)
-        return key[1].strip(), _json_of(text[key.end() :])
+            return f"argument_{index}", _json_of(text, quote)
+        return key[1].strip(), _json_of(text[key.end() :], quote)
 
 
-def _json_of(text: str) -> str:
+class FunctionGemmaParser(Gemma4Parser):
+    openers = ("<start_function_call>",)
+    closers = ("<end_function_call>",)
+    scan_class = _FunctionGemmaScan
+
+
+def _json_of(text: str, quote: str) -> str:
     """Return a value as JSON; words that are neither numbers nor constants are strings."""
-    parts = text.strip().split(_QUOTE)
+    parts = text.strip().split(quote)
     for index, part in enumerate(parts):
         parts[index] = as_json(part) if index % 2 else _WORD.sub(_quoted_word, part)
     whole = "".join(parts)
@@ -85,11 +102,12 @@ class _Grammar:
     `schemas` the JSON schemas by the names of their rules.
     """
 
-    def __init__(self, rule: str, root: Any, marks: Mapping[str, int]) -> None:
-        self.lines = text_until(f"{rule}_string", _QUOTE, marks)
+    def __init__(self, rule: str, root: Any, marks: Mapping[str, int], quote: str) -> None:
+        self.lines = text_until(f"{rule}_string", quote, marks)
         self.schemas: dict[str, Any] = {}
         self._rule, self._root, self._marks = rule, root, marks
-        self._string = f"{grammar_text(_QUOTE, marks)} {rule}_string"
+        self._quote = quote
+        self._string = f"{grammar_text(quote, marks)} {rule}_string"
         self._references: dict[str, str] = {}  # reference -> rule
         self._pending: list[str] = []  # references that have no rule in `lines` yet
         self._any = ""
@@ -132,7 +150,9 @@ class _Grammar:
             return self._referenced(place)
         choices = choices_of(schema)
         if choices is not None:
-            return _one_of([grammar_text(_written(one), self._marks) for one in choices])
+            return _one_of(
+                [grammar_text(_written(one, self._quote), self._marks) for one in choices]
+            )
         kinds = types_of({"type": schema.get("type")})
         kinds = kinds or frozenset(kind for kind, key in _KEYS.items() if key in schema)
         several = schema.get("anyOf", schema.get("oneOf"))
@@ -200,32 +220,51 @@ def _one_of(parts: Sequence[str]) -> str:
     return f"({' | '.join(parts)})"
 
 
-def _written(value: Any) -> str:
+def _written(value: Any, quote: str) -> str:
     """Return a value as the model writes it."""
     if isinstance(value, str):
-        return f"{_QUOTE}{value}{_QUOTE}"
+        return f"{quote}{value}{quote}"
     if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
+        return f"[{','.join(_written(one, quote) for one in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_written(one)}' for key, one in value.items())}}}"
+        pairs = (f"{key}:{_written(one, quote)}" for key, one in value.items())
+        return f"{{{','.join(pairs)}}}"
     return as_json(value)
 
 
-def _body(rule: str, schema: Any, marks: Mapping[str, int]) -> tuple[list[str], dict[str, Any]]:
-    grammar = _Grammar(rule, schema, marks)
+def _body(
+    rule: str, schema: Any, marks: Mapping[str, int], *, quote: str
+) -> tuple[list[str], dict[str, Any]]:
+    grammar = _Grammar(rule, schema, marks, quote)
     grammar.lines.append(f"{rule}: {grammar.object(resolved(schema, schema))}")
     grammar.add_references()
     return grammar.lines, grammar.schemas
 
 
+def _shape(opener: str, closer: str, quote: str) -> CallShape:
+    body, tags = functools.partial(_body, quote=quote), (opener, closer, quote)
+    return CallShape(
+        f"{opener}call:", "{", f"}}{closer}", joint="", tag=opener, tags=tags, body=body
+    )
+
+
 class Gemma4(ShapedFormat):
     name = "gemma4"
-    tags = (_OPENER, _CLOSER, _QUOTE)
-    shape = CallShape(
-        f"{_OPENER}call:", "{", f"}}{_CLOSER}", joint="", tag=_OPENER, tags=tags, body=_body
-    )
+    tags = ("<|tool_call>", "<tool_call|>", '<|"|>')
+    shape = _shape(*tags)
     parser_class = Gemma4Parser
 
     @staticmethod
     def is_in(template: str) -> bool:
-        return _OPENER in template and _CLOSER in template
+        return "<|tool_call>" in template and "<tool_call|>" in template
+
+
+class FunctionGemma(ShapedFormat):
+    name = "functiongemma"
+    tags = ("<start_function_call>", "<end_function_call>", "<escape>")
+    shape = _shape(*tags)
+    parser_class = FunctionGemmaParser
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return "<start_function_call>" in template

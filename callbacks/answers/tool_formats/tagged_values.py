@@ -15,6 +15,16 @@ MiniMax-M2, with all calls in one tag:  GLM-4.5 (4.7 without the line breaks):
     <parameter name="city">Rome</parameter> <arg_value>Rome</arg_value>
     </invoke>                               </tool_call>
     </minimax:tool_call>
+
+MiniCPM5 has no line breaks: <function name="get_weather"><param name="city">Rome</param></function>
+
+Hy3, with ":opensource" at the end of each tag:
+    <tool_calls:opensource>
+    <tool_call:opensource>get_weather<tool_sep:opensource>
+    <arg_key:opensource>city</arg_key:opensource>
+    <arg_value:opensource>Rome</arg_value:opensource>
+    </tool_call:opensource>
+    </tool_calls:opensource>
 """
 
 from __future__ import annotations
@@ -58,6 +68,15 @@ class MiniMaxM2Parser(TaggedValuesParser):
     tags = ValueTags('<parameter name="', '">', "</parameter>", closers)
 
 
+class MiniCpm5Parser(TaggedValuesParser):
+    openers = ('<function name="',)
+    closers = ("</function>",)
+    headers = {'<function name="': ((NAME, '">'),)}
+    tags = ValueTags(
+        '<param name="', '">', "</param>", closers, joint="", quotes=("<![CDATA[", "]]>")
+    )  # fmt: skip
+
+
 class Glm45Parser(TaggedValuesParser):
     openers = ("<tool_call>",)
     closers = ("</tool_call>",)
@@ -69,6 +88,26 @@ class Glm47Parser(Glm45Parser):
     tags = ValueTags(
         "<arg_key>", "</arg_key><arg_value>", "</arg_value>", Glm45Parser.closers, joint=""
     )
+
+
+_HY3 = {
+    name: (f"<{name}:opensource>", f"</{name}:opensource>")
+    for name in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
+}
+_HY3_CALLS, _HY3_CALL, _HY3_KEY, _HY3_VALUE = (
+    _HY3[name] for name in ("tool_calls", "tool_call", "arg_key", "arg_value")
+)
+_HY3_NAMED = (NAME, _HY3["tool_sep"][0])
+
+
+class Hy3Parser(TaggedValuesParser):
+    openers = (_HY3_CALLS[0], _HY3_CALL[0])
+    closers = (_HY3_CALL[1], _HY3_CALLS[1])
+    headers = {
+        _HY3_CALLS[0]: ((SPACE, _HY3_CALL[0], *_HY3_NAMED),),
+        _HY3_CALL[0]: (_HY3_NAMED,),
+    }
+    tags = ValueTags(_HY3_KEY[0], f"{_HY3_KEY[1]}\n{_HY3_VALUE[0]}", _HY3_VALUE[1], closers)
 
 
 def _functions_in(begin: str, end: str, parser_class: type[TaggedValuesParser]) -> CallShape:
@@ -132,3 +171,32 @@ class Glm45(ShapedFormat):
     @staticmethod
     def is_in(template: str) -> bool:
         return "<arg_key>" in template and "<arg_value>" in template
+
+
+class MiniCpm5(ShapedFormat):
+    name = "minicpm5"
+    parser_class = MiniCpm5Parser
+    shape = CallShape(
+        '<function name="', '">', "</function>", tag='<function name="',
+        body=parser_class.tags.body,
+    )  # fmt: skip
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return '<function name="' in template and '<param name="' in template
+
+
+class Hy3(ShapedFormat):
+    name = "hy3"
+    tags = (*_HY3_CALLS, *_HY3_CALL, *_HY3_KEY, *_HY3_VALUE, _HY3["tool_sep"][0])
+    parser_class = Hy3Parser
+    shape = CallShape(
+        _HY3_CALL[0], f"{_HY3['tool_sep'][0]}\n", f"{_HY3_CALL[1]}\n", f"{_HY3_CALLS[0]}\n", "",
+        _HY3_CALLS[1], _HY3_CALLS[0], tags, parser_class.tags.body,
+    )  # fmt: skip
+
+    @staticmethod
+    def is_in(template: str) -> bool:
+        return _HY3["tool_sep"][0] in template or (
+            "<tool_sep{}>" in template and ":opensource" in template
+        )

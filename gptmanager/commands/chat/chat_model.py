@@ -21,6 +21,7 @@ from gptmanager.callbacks.answers.reasoning import (
     Reasoning,
     reasoning_of,
     special_tags,
+    with_thoughts,
 )
 from gptmanager.callbacks.longest_request import longest_request
 from gptmanager.callbacks.text.checkpoint import (
@@ -89,7 +90,8 @@ class ChatModel:
         Raises InvalidRequestError if the chat template refuses the messages. Raises CapacityError
         if the messages leave no room for an answer, or if the template's process cannot be started.
         """
-        prompt = self._template.render(messages, variables=self._variables)
+        shown = with_thoughts(messages, self._reasoning)
+        prompt = self._template.render(shown, variables=self._variables)
         if not prompt:
             raise InvalidRequestError("the chat template renders these messages as an empty prompt")
         room = self.context_size - len(prompt)

@@ -12,7 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gptmanager.callbacks.answers.reasoning import AnswerStart, Reasoning, reasoning_of
+from gptmanager.callbacks.answers.reasoning import (
+    AnswerStart,
+    Reasoning,
+    reasoning_of,
+    with_thoughts,
+)
 from gptmanager.callbacks.answers.tool_format import ToolFormat
 from gptmanager.callbacks.answers.tool_formats.formats import format_of
 from gptmanager.callbacks.answers.tool_formats.harmony import Harmony
@@ -35,7 +40,6 @@ from gptmanager.server.chat.messages import (
     one_call_each,
     read_messages,
     with_calls_as_text,
-    with_thinking,
 )
 from gptmanager.server.engine.engine import Engine
 from gptmanager.server.errors import ApiError
@@ -193,8 +197,7 @@ class ChatPrompts:
         own = self._tool_format(template)
         if trial.ignores_calls and own is not None:
             messages = with_calls_as_text(messages, own)
-        if reasoning is Reasoning.HARMONY:
-            messages = with_thinking(messages)
+        messages = with_thoughts(messages, reasoning)
         text = await self._render(template, process, messages, body, tools)
         tokens: list[int] = []
         for piece in parts.pieces(text):

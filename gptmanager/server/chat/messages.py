@@ -170,20 +170,6 @@ def _read(message: Any, where: str) -> dict[str, Any]:
     return read
 
 
-def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copy thoughts of messages with calls to the key `thinking`, which harmony's template reads.
-
-    A thought is copied only if the message has no content, because the template allows only one of
-    the two in a message with calls. The model does not see the thoughts of other messages.
-    """
-    return [
-        {**one, "thinking": one["reasoning_content"]}
-        if one.get("tool_calls") and one.get("reasoning_content") and not one["content"]
-        else one
-        for one in messages
-    ]
-
-
 def _content(message: Mapping[str, Any], role: str, where: str) -> str:
     content = message.get("content")
     if content is None and role == "assistant":
