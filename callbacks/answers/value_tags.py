@@ -132,7 +132,8 @@ class TaggedValuesParser(HeadedCallParser):
     """A parser that returns strings in pieces, and other values whole.
 
     A tag within a string of an object or a list does not end this value, unless the string does
-    not end.
+    not end, or the value is neither JSON nor Python. The first such value is the last
+    in which tags are passed, because each may be read to the end of the answer for nothing.
     """
 
     tags: ValueTags
@@ -230,6 +231,9 @@ class TaggedValuesParser(HeadedCallParser):
                 held = max(num_tag_letters(self._text, one) for one in self._held)
                 self._add(_within_quotes(self._take(len(self._text) - held)), found)
             return False
+        if self._brackets is not None and self._is_not_json(end.start()):
+            self._reads_brackets, self._brackets, self._num_passed = False, None, 0
+            return True
         value = self._take(end.start()).removesuffix(line_break)
         self._add(_within_quotes(value) + '"' if self._is_text else self._json_of(value), found)
         self._take(len(end[0]) if end[0] == self.tags.end or self._is_quoted else 0)
@@ -242,7 +246,7 @@ class TaggedValuesParser(HeadedCallParser):
         if self._is_text:
             return ends.search(self._text)
         may_begin = self._brackets is None and self._reads_brackets and not self._is_quoted
-        if may_begin and _BRACKET.match(self._text):
+        if may_begin and self._types & {"array", "object"} and _BRACKET.match(self._text):
             self._brackets = _BracketScan()
         found = ends.search(self._text, self._num_passed)
         while found and self._brackets and self._brackets.is_in_string(self._text, found.start()):
@@ -252,6 +256,12 @@ class TaggedValuesParser(HeadedCallParser):
             num_held = max(map(len, self.tags.value_ends)) - 1
             self._num_passed = max(self._num_passed, len(self._text) - num_held)
         return found
+
+    def _is_not_json(self, end: int) -> bool:
+        """Return whether tags are passed in a value up to `end` that is not an object or a list."""
+        first = self._ends.search(self._text)
+        has_passed = first is not None and first.start() < end
+        return has_passed and json_of_literal(self._text[:end].strip()) is None
 
     def _json_of(self, text: str) -> str:
         """Return a value in JSON or Python syntax as JSON, and any other text as a JSON string.

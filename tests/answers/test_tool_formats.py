@@ -46,7 +46,8 @@ def tools_of(properties, choice="required", **more):
 
 
 def arguments_of(form, tools, text):
-    found = form.parser(tools).push(text)
+    parser = form.parser(tools)
+    found = parser.push(text) + parser.flush()
     return json.loads("".join(one.text for one in found if isinstance(one, Arguments)))
 
 
@@ -206,6 +207,7 @@ def test_tags_within_json_do_not_end_a_value(name):
         (f" {json.dumps([[tags.end], {tags.key: 1}])}", [[tags.end], {tags.key: 1}]),
         (f"['{tags.end}', \"It's\", {{}}]", [tags.end, "It's", {}]),
         (f"['{tags.end}", "['"),
+        (f"[x]({tags.end[:-1]}it's)", f"[x]({tags.end[:-1]}it's)"),
         (f'["x{tags.end}', '["x'),
     ):
         text = TWO[name].replace("days", "tags", 1)
@@ -215,6 +217,24 @@ def test_tags_within_json_do_not_end_a_value(name):
         assert (content, calls, is_cut) == parsed(MADE[name], list(text))
         assert json.loads(calls[0][1]) == {"city": "Rome", "tags": found}
         assert content == "Hm." and calls[1:] == CALLS[1:] and not is_cut
+
+
+def test_a_text_in_brackets_that_is_not_json_ends_at_its_tag():
+    """An apostrophe in it does not begin a string that has the arguments after it."""
+    kinds = [{"anyOf": [{"type": "string"}, {"type": one}]} for one in ("null", "array")]
+    for kind in kinds:
+        tools = tools_of({"a": kind, "b": kind, "c": kind})
+        body = "".join(
+            f"<parameter={key}>{value}</parameter>"
+            for key, value in (("a", "[ ] don't"), ("b", "{it's}"), ("c", "null"))
+        )
+        text = f"<seed:tool_call><function=f>{body}</function></seed:tool_call>"
+        found = arguments_of(MADE["seed_oss"], tools, text)
+        assert found == {
+            "a": "[ ] don't",
+            "b": "{it's}",
+            "c": None if "null" in str(kind) else "null",
+        }
 
 
 def test_a_tag_within_json_does_not_end_a_call():

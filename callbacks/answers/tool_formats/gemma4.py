@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from gptmanager.callbacks.answers.call_grammar import (
     CallShape,
@@ -57,7 +57,7 @@ class _FunctionGemmaScan(LiteralScan):
 class Gemma4Parser(ArgumentListParser):
     openers = ("<|tool_call>",)
     closers = ("<tool_call|>",)
-    scan_class = _Gemma4Scan
+    scan_class: ClassVar[type[LiteralScan]] = _Gemma4Scan
 
     def _header(self) -> tuple[str | re.Pattern[str], ...]:
         return SPACE, "call:", NAME, SPACE, "{"
