@@ -6,6 +6,7 @@ value null counts as absent.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,10 @@ _SAME = (
     ("stop", "stop_sequences"),
     ("response_format", "format"),
     ("enable_thinking", "think"),
+)
+# A number, true or false in a string.
+_NUMBER = re.compile(
+    r"\s*(-?(0|[1-9]\d{0,19})(\.\d{1,19})?(e[+-]?\d{1,3})?|true|false)\s*", re.I | re.A
 )
 _MAX_COMPARED = 64  # characters of an unknown name that is compared with the known ones
 _QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
@@ -58,7 +63,7 @@ def read_fields(
     """Return the given values by name, and the unknown names.
 
     Raises ApiError (400) for a wrong value, for a missing required field, and, unless `lenient`,
-    for an unknown name.
+    for an unknown name. If `lenient`, numbers, true and false may be strings.
     """
     unknown = [name for name, value in body.items() if name not in fields and value is not None]
     if unknown and not lenient:
@@ -71,10 +76,19 @@ def read_fields(
     for name, field in fields.items():
         value = body.get(name)
         if value is not None:
-            given[name] = field.kind.read(name, value)
+            given[name] = _read(name, field.kind, value, lenient)
         elif field.required:
             raise bad_request(name, f"{name} is missing")
     return given, unknown
+
+
+def _read(name: str, kind: Kind, value: Any, lenient: bool) -> Any:
+    try:
+        return kind.read(name, value)
+    except ApiError:
+        if not (lenient and isinstance(value, str) and _NUMBER.fullmatch(value)):
+            raise
+    return kind.read(name, json.loads(value.lower()))
 
 
 def _near(name: str, fields: Mapping[str, Field]) -> str:
@@ -280,7 +294,8 @@ class TokenIds(NamedTuple):
 class TextOrTexts(NamedTuple):
     """A string, or a list of at most `longest` strings. `read` returns a list for both.
 
-    A string must have at least 1 and at most `longest_text` characters.
+    A string must have at most `longest_text` characters, and in a list at least 1. The empty string
+    is an empty list.
     """
 
     longest: int
@@ -288,14 +303,14 @@ class TextOrTexts(NamedTuple):
 
     def read(self, where: str, value: Any) -> list[str]:
         if isinstance(value, str):
-            return [self._text.read(where, value)]
+            return [self._text.read(where, value)] if value else []
         if not isinstance(value, list):
             raise must_be(where, "a string or a list of strings", value)
         return ListOf(self._text, longest=self.longest).read(where, value)
 
     def schema(self) -> dict[str, Any]:
         several = ListOf(self._text, longest=self.longest).schema()
-        return {"anyOf": [self._text.schema(), several]}
+        return {"anyOf": [Text(0, self.longest_text).schema(), several]}
 
     @property
     def _text(self) -> Text:

@@ -93,6 +93,10 @@ def test_max_tokens_and_what_is_left(chat):
     assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 1
     with pytest.raises(openai.BadRequestError, match="maximum context length is 512 tokens"):
         chat.create(model="tiny_llama", messages=ADD, max_tokens=512)
+    whole = chat.create(
+        model="tiny_llama", messages=ADD, max_tokens=-1, extra_body={"ignore_eos": True}
+    )
+    assert whole.usage.total_tokens == 512
 
 
 def test_log_probs_and_tokens_of_a_stream_are_those_of_the_whole(chat):

@@ -288,6 +288,13 @@ def test_a_full_context_may_be_echoed(client):
     assert answer["usage"]["completion_tokens"] == 0
 
 
+def test_no_limit_is_the_rest_of_the_context(client):
+    given = {"prompt": [[66] * 510, [66] * 509], "max_tokens": -1, "ignore_eos": True}
+    assert complete(client, **given)["usage"]["completion_tokens"] == 2 + 3
+    refused = client.post("/v1/completions", json={**given, "min_tokens": 3})
+    assert "min_tokens = 3 must be at most 2" in refused.json()["error"]["message"]
+
+
 def test_bias_bans_and_forces(client):
     a = TOKENIZER.encode("a").ids[0]
     forced = complete(client, prompt="Tom", logit_bias={str(a): 100}, max_tokens=4, temperature=0)

@@ -1,5 +1,7 @@
 """Fields of bodies: what is read, what is refused with which words, and how it is described."""
 
+import re
+
 import jsonschema
 import pytest
 from hypothesis import example, given
@@ -114,7 +116,7 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
         ({"prompt": "x", "n_predict": 3}, "(did you mean 'max_tokens'?)"),
         ({"prompt": "x", "stop_sequences": []}, "(did you mean 'stop'?)"),
         ({"prompt": "x", "messages": []}, "(did you mean 'prompt'?)"),
-        ({"prompt": "x", "max_tokens": -1}, "max_tokens = -1 must be at least 0"),
+        ({"prompt": "x", "max_tokens": -2}, "max_tokens = -2 must be at least 0"),
         ({"prompt": "x", "max_tokens": True}, "max_tokens must be an integer, got True"),
         ({"prompt": [[1], None]}, "prompt[1] = None must be a string or token ids"),
         (
@@ -138,6 +140,30 @@ def test_a_whole_number_is_an_integer_however_it_is_written():
     assert Integer(0, 9).read("x", 5.0) == 5
     with pytest.raises(ApiError, match="must be an integer, got 5.5"):
         Integer(0, 9).read("x", 5.5)
+
+
+def test_an_empty_stop_is_none_and_no_limit_is_one():
+    given, _ = read_fields({"prompt": "x", "stop": "", "max_tokens": -1.0}, FIELDS)
+    assert given == {"prompt": ["x"], "stop": [], "max_tokens": -1}
+
+
+def test_numbers_may_be_strings_if_this_is_lenient():
+    texts = {"temperature": "0.7", "max_tokens": "5", "echo": "True", "n": " 2", "stop": "1"}
+    values = {"temperature": 0.7, "max_tokens": 5, "echo": True, "n": 2, "stop": ["1"]}
+    body = {"prompt": "x", **texts}
+    assert read_fields(body, FIELDS, lenient=True) == ({"prompt": ["x"], **values}, [])
+    for name, text, message in (
+        ("temperature", "x", "temperature must be a number, got 'x'"),
+        ("temperature", "1e999", "temperature must be a number, got inf"),
+        ("temperature", "0." + "1" * 63, "temperature must be a number, got '0.1"),
+        ("n", "0.5", "n must be an integer, got 0.5"),
+        ("max_tokens", "-5", "max_tokens = -5 must be at least 0"),
+        ("logit_bias", "{}", "logit_bias must be an object, got '{}'"),
+    ):
+        with pytest.raises(ApiError, match=re.escape(message)):
+            read_fields({"prompt": "x", name: text}, FIELDS, lenient=True)
+    with pytest.raises(ApiError, match="temperature must be a number, got '0.7'"):
+        read_fields({"prompt": "x", "temperature": "0.7"}, FIELDS)
 
 
 def test_null_is_absent_and_unknown_fields_may_be_a_warning():

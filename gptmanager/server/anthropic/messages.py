@@ -66,7 +66,9 @@ _PROMPT = (
     Field("thread", _NoThread(), "not supported: the client sends all messages"),
 )
 _GENERATION = (
-    Field("max_tokens", NewTokens(1), "maximum number of new tokens", required=True),
+    Field(
+        "max_tokens", NewTokens(1, is_limited=True), "maximum number of new tokens", required=True
+    ),
     Field("stop_sequences", ListOf(Text(1), longest=MAX_STOPS), "texts that end an output"),
 )
 _IGNORED = tuple(

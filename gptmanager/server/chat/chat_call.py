@@ -27,6 +27,7 @@ from gptmanager.server.fields import outside_quotes
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.settings import ServerSettings
 from gptmanager.server.text.answer import Answer
+from gptmanager.server.text.generation_fields import UNLIMITED
 from gptmanager.server.text.log_probs import TokenTexts
 from gptmanager.server.text.processors import Processors
 from gptmanager.server.text.sampling import GenerationOptions, check, check_min_tokens
@@ -132,7 +133,8 @@ class ChatCalls:
         check(options, card)
         left = max(1, card.max_model_len - len(prompt.tokens))
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-        most = given.get(name, left)
+        most = given.get(name, UNLIMITED)
+        most = left if most == UNLIMITED else most
         check_min_tokens(given, most)
         length, limit = len(prompt.tokens), self.engine.context_length
         most = limit.clamped(length, most, name, warnings, is_forced=clamps)

@@ -35,6 +35,7 @@ from gptmanager.server.text.generation_fields import (
     NOT_SUPPORTED,
     SAMPLING,
     SERVING,
+    UNLIMITED,
     NewTokens,
     with_known_names,
 )
@@ -86,7 +87,11 @@ class Prompts:
 FIELDS = by_name(
     [
         Field("prompt", Prompts(), "a string, token ids, or a list of either", required=True),
-        Field("max_tokens", NewTokens(0), "maximum number of new tokens; absent: 16"),
+        Field(
+            "max_tokens",
+            NewTokens(0),
+            "maximum number of new tokens; absent: 16, -1: as many as fit",
+        ),
         Field("max_completion_tokens", NewTokens(0), "the name of max_tokens in chats"),
         Field(
             "logprobs",
@@ -150,13 +155,16 @@ class Completions:
         prompts = await self._read_prompts(given)
         name = _limit_name(given)
         most, length = given.get(name), self._engine.context_length
-        left = [max(1, card.max_model_len - len(prompt.tokens)) for prompt in prompts]
-        limits = [
-            min(_MAX_TOKENS, room)
-            if most is None
-            else length.clamped(len(prompt.tokens), max(most, 1), name, warnings)
-            for prompt, room in zip(prompts, left, strict=True)
-        ]
+
+        def limit_of(prompt: _Prompt) -> int:
+            left = max(1, card.max_model_len - len(prompt.tokens))
+            if most is None or most == UNLIMITED:
+                return left if most else min(_MAX_TOKENS, left)
+            return length.clamped(len(prompt.tokens), max(most, 1), name, warnings)
+
+        limits = [limit_of(prompt) for prompt in prompts]
+        if most == UNLIMITED:
+            check_min_tokens(given, min(limits))
         for prompt, limit in zip(prompts, limits, strict=True):
             if most != 0:
                 length.check(len(prompt.tokens), limit, most=name)
@@ -209,7 +217,7 @@ def _check(given: Mapping[str, Any], engine: Engine) -> None:
         raise bad_request(
             name, f"{name} = 0 needs echo = true: without it the answer would be empty"
         )
-    if most != 0:
+    if most not in (0, UNLIMITED):
         check_min_tokens(given, _MAX_TOKENS if most is None else most)
     num_texts = given.get("n", 1)
     if given.get("best_of", num_texts) != num_texts:

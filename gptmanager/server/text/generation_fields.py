@@ -50,17 +50,27 @@ class Temperature:
         return Number(*_limits("temperature")).schema()
 
 
+UNLIMITED = -1  # a number of new tokens by which clients of llama.cpp and LM Studio set no limit
+
+
 class NewTokens(NamedTuple):
-    """A number of new tokens, at least `low`. The context length is checked later."""
+    """A number of new tokens, at least `low`, or UNLIMITED unless `is_limited`.
+
+    The context length is checked later.
+    """
 
     low: int
+    is_limited: bool = False
 
     def read(self, where: str, value: Any) -> int:
         whole = int(value) if type(value) is float and value.is_integer() else value
+        if type(whole) is int and whole == UNLIMITED and not self.is_limited:
+            return UNLIMITED
         return Integer(self.low).read(where, whole)
 
     def schema(self) -> dict[str, Any]:
-        return Integer(self.low).schema()
+        own = Integer(self.low).schema()
+        return own if self.is_limited else {"anyOf": [{"const": UNLIMITED}, own]}
 
 
 class TokenBias:
