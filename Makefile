@@ -41,7 +41,8 @@ serve: $(SERVER)  ## serve a tiny model over HTTP, at http://127.0.0.1:8000
 
 docs: $(SITE)  ## build the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
-	@echo "open build/site/index.html"
+	@echo "read it at http://127.0.0.1:8001 after this command:"
+	@echo "  python3 -m http.server --bind 127.0.0.1 --directory build/site 8001"
 
 # Each worker has a core: threads of its own would only wait for those of the others. The many
 # processes that tests start would compile the library each, if Python kept no byte code.

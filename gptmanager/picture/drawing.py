@@ -84,7 +84,7 @@ def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
     x, y = float(MARGIN), MARGIN + 44.0
     names = {
         Phase.CONTEXT: "context (prompt)" if layout.look is Look.BARS else "context: prompt tokens",
-        Phase.GENERATION: "generation: one token per iteration",
+        Phase.GENERATION: "generation",
     }
     for phase, name in names.items():
         if phase in phases:
@@ -99,7 +99,7 @@ def _legend(trace: Trace, layout: Layout) -> Iterator[str]:
     straight = f"M{{}} {number(y + 8)}h26"
     lines += [(f"waiting {DASHES[r]}".strip(), f"waits: {r.value}", straight) for r in waits]
     if Phase.HELD in phases:
-        lines.append(("held", "in memory, not in this batch", straight))
+        lines.append(("held", "not in this batch", straight))
     if any(row.end is not None for row in trace.rows):
         lines.append(("finish", "end", f"M{{}} {number(y)}v16"))
     for kind, name, commands in lines:

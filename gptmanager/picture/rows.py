@@ -54,10 +54,19 @@ def row_names(trace: Trace, layout: Layout) -> Iterator[str]:
     for index, row in enumerate(trace.rows):
         if index % step == 0:
             y = layout.row_y(index) + layout.row / 2 + 4
-            yield label(layout.left - 62, y, f"request {row.request_id}", "end")
+            yield label(layout.left - 62, y, _name(row.request_id), "end")
             known = row.max_new_tokens > 0  # 0 if the request arrived before the first column
             lengths = f"{row.prompt_len}+{row.max_new_tokens}" if known else "?"
-            yield label(layout.left - 6, y, lengths, "end faint small")
+            width = 50 if len(lengths) > 7 else ""  # of the column of lengths
+            yield label(layout.left - 6, y, lengths, "end faint small", width)
+
+
+def _name(request_id: int) -> str:
+    """Return the name of a row, which is short enough for its column."""
+    digits = str(request_id)
+    if len(digits) <= 5:
+        return f"request {digits}"
+    return digits if len(digits) <= 12 else f"\u2026{digits[-11:]}"
 
 
 def _joined(spans: tuple[Span, ...]) -> Iterator[Span]:

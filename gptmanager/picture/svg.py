@@ -78,9 +78,12 @@ def element(name: str, *children: str, **attributes: str | float) -> str:
     return f"<{name}{written}>{inside}</{name}>" if inside else f"<{name}{written}/>"
 
 
-def label(x: float, y: float, words: str, class_: str = "") -> str:
-    """Return a text with its baseline at `y`."""
-    return element("text", escape(words), x=x, y=y, class_=class_)
+def label(x: float, y: float, words: str, class_: str = "", width: float | str = "") -> str:
+    """Return a text with its baseline at `y`. If `width` is given, it is squeezed to it."""
+    adjust = "spacingAndGlyphs" if width else ""
+    return element(
+        "text", escape(words), x=x, y=y, class_=class_, textLength=width, lengthAdjust=adjust
+    )
 
 
 def rect(

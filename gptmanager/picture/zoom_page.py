@@ -19,7 +19,8 @@ _STYLE = """
 body { margin: 0 auto; padding: 12px 16px; max-width: 1400px; background: #f4f5f7; color: #1f2328;
   font: 14px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 @media (prefers-color-scheme: dark) { body { background: #0d0f12; color: #e8eaed; } }
-svg.picture { width: 100%; height: auto; display: block; }
+main { overflow-x: auto; }
+svg.picture { width: 100%; min-width: 760px; height: auto; display: block; }
 svg.picture.zoom .plot { cursor: grab; }
 .bar { margin: 0 0 8px; display: flex; gap: 8px; align-items: center; flex-wrap: wrap; }
 button { font: inherit; padding: 2px 12px; }
@@ -154,7 +155,7 @@ def page(trace: Trace, title: str = "Schedule") -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{_STYLE}</style></head><body>
 {_BUTTONS if zoom else ""}
-{picture}
+<main>{picture}</main>
 {_HELP}
 <div id="tip"></div>
 <script type="application/json" id="data">{data}</script>

@@ -226,6 +226,19 @@ def test_a_picture_of_nothing_is_a_picture():
     assert "0 requests in 0 iterations" in draw(TraceBuilder(Bounds(1, 1, 1, 1)).build())
 
 
+def test_long_names_and_lengths_of_rows_stay_in_their_columns():
+    builder = TraceBuilder(Bounds(4, 8, 8, 4))
+    for request_id, prompt_len in ((7, 4), (123456, 4), (2**64 - 1, 131072)):
+        builder.arrive(request_id, prompt_len, 16384)
+    builder.step(Schedule(0, (Row(7, 1, 0, 0, 4, True),)), 0.0)
+    picture = ElementTree.fromstring(draw(builder.build()))
+    texts = [node for node in picture.iter() if node.get("class", "").startswith("end")]
+    names = [node.text for node in texts if node.get("class") == "end"]
+    assert names == ["request 7", "123456", "\u202673709551615"]
+    squeezed = [(node.text, node.get("textLength")) for node in texts if node.get("textLength")]
+    assert squeezed == [("131072+16384", "50")]
+
+
 def test_thousands_of_rows_are_cut_and_the_picture_says_so():
     builder = TraceBuilder(Bounds(4, 8, 8, 4))
     for request_id in range(2500):
