@@ -1,13 +1,15 @@
-"""Checks of constructor arguments: numbers, flags, and objects that need a certain method.
+"""Checks of arguments: numbers, times, flags, and objects that need a certain method.
 
 Errors name the argument, its value and what is allowed.
 """
 
 from __future__ import annotations
 
+import math
 import operator
+import threading
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from gptmanager.errors import ConfigError, quoted
@@ -24,6 +26,28 @@ def at_least(low: int, name: str, value: Any, high: int | None = None) -> int:
         limit = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{name} = {quoted(value)} must be an integer {limit}")
     return int(value)
+
+
+def number(low: float, name: str, value: Any, high: float = math.inf) -> float:
+    """Return `value` as a float. Raise ConfigError unless it is a number in `low..high`."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        limit = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+        raise ConfigError(f"{name} = {quoted(value)} must be a number {limit}")
+    return float(value)
+
+
+def bounded(timeout: Any) -> float | None:
+    """Return `timeout`, limited to what a wait of `threading` accepts. None means unlimited.
+
+    Raise TypeError unless it is a number or None.
+    """
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, Real) and timeout == timeout
+    if not is_number:
+        raise TypeError(f"timeout = {quoted(timeout)} must be a number of seconds, or None")
+    return float(min(max(timeout, 0.0), threading.TIMEOUT_MAX))
 
 
 def length_range(name: str, value: Any) -> tuple[int, int]:
@@ -63,6 +87,13 @@ def flag(name: str, value: Any) -> bool:
     """Return `value`. Raise ConfigError unless it is a bool."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} = {quoted(value)} must be True or False")
+    return value
+
+
+def function(name: str, value: _T) -> _T:
+    """Return `value`. Raise ConfigError unless it can be called."""
+    if not callable(value):
+        raise ConfigError(f"{name} = {quoted(value)} must be a function")
     return value
 
 

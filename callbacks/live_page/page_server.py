@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gptmanager import GptManager
+from gptmanager.arguments import able, at_least, function
 from gptmanager.callbacks.live_page.feed import TICK_S, LiveFeed, Viewer
 from gptmanager.environment.machine.loopback import is_loopback
 from gptmanager.lifecycle.latch import Latch
@@ -48,8 +49,9 @@ class LivePage:
     def __init__(
         self, *, num_outside: Callable[[], int] | None = None, max_viewers: int = 16
     ) -> None:
-        if max_viewers < 1:
-            raise ValueError(f"max_viewers = {max_viewers} must be at least 1")
+        at_least(1, "max_viewers", max_viewers)
+        if num_outside is not None:
+            function("num_outside", num_outside)
         self.html = files("gptmanager.callbacks.live_page").joinpath("page.html").read_bytes()
         self.headers = page_headers(self.html)
         self._max_viewers = max_viewers
@@ -60,7 +62,7 @@ class LivePage:
         """Show `manager` from now on. Raise ValueError for a second manager."""
         if self._feed.manager is not None:
             raise ValueError("the page is attached to a manager already")
-        self._feed.manager = manager
+        self._feed.manager = able("manager", manager, "watch", "GptManager")
 
     @property
     def is_closed(self) -> bool:

@@ -28,6 +28,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from gptmanager.arguments import able, at_least
 from gptmanager.callbacks.processors.token_bytes import token_bytes
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.lifecycle.per_process import PerProcess
@@ -58,6 +59,8 @@ class BannedTexts:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, max_word_lists: int = 64) -> None:
+        at_least(0, "max_word_lists", max_word_lists)
+        able("tokenizer", tokenizer, "get_vocab", "tokenizer")
         self._lists = PerProcess(lambda: _Lists(tokenizer, max_word_lists))
         # weak: otherwise cached lists would keep this object and its thread alive
         self._bind_again = functools.partial(_bind, weakref.ref(self), tokenizer)

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gptmanager import RawKernelLogitsPostProcessor
-from gptmanager.arguments import as_integer
+from gptmanager.arguments import at_least, number
 from gptmanager.decoding.processors.raw_kernel import BoundKernel
+from gptmanager.errors import ConfigError
 
 Words = npt.NDArray[np.uint32]
 
@@ -45,6 +46,9 @@ extern "C" __global__ void watermark(
 """
 
 
+_MAX_DELTA = float(np.finfo(np.float32).max)
+
+
 class Watermark(RawKernelLogitsPostProcessor):
     """Adds `delta` to the logits of the green tokens, a fraction `gamma` of the vocabulary.
 
@@ -53,12 +57,10 @@ class Watermark(RawKernelLogitsPostProcessor):
     """
 
     def __init__(self, key: int, gamma: float = 0.25, delta: float = 2.0) -> None:
-        if not 0 <= as_integer(key) < 2**32:
-            raise ValueError(f"key = {key} must be in 0..2**32-1")
-        if not 0 < gamma < 1:
-            raise ValueError(f"gamma = {gamma} must be between 0 and 1")
-        if not math.isfinite(delta):
-            raise ValueError(f"delta = {delta} must be a finite number")
+        at_least(0, "key", key, 2**32 - 1)
+        if not 0 < number(0, "gamma", gamma, 1) < 1:
+            raise ConfigError(f"gamma = {gamma} must be between 0 and 1")
+        number(-_MAX_DELTA, "delta", delta, _MAX_DELTA)
         fields = [("key", np.uint32), ("threshold", np.uint32), ("delta", np.float32)]
         super().__init__(_SOURCE, "watermark", fields, twin=_mark)
         self.key, self.gamma, self.delta = key, gamma, delta

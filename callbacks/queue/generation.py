@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gptmanager import InferenceRequest, NamedTensor
+from gptmanager.arguments import bounded
 from gptmanager.callbacks.queue.result import (
     GenerationResult,
     ResponseCollector,
@@ -146,11 +147,11 @@ class Generation(LatchedFuture[GenerationResult]):
         Raise ManagerDeadError in a forked process, where no manager answers.
         """
         self._check_process()
-        return super().result(timeout)
+        return super().result(bounded(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._check_process()
-        return super().exception(timeout)
+        return super().exception(bounded(timeout))
 
     def _check_process(self) -> None:
         """Raise ManagerDeadError in a forked process, unless the request had ended before."""
@@ -171,7 +172,7 @@ class Generation(LatchedFuture[GenerationResult]):
 
         Raise concurrent.futures.TimeoutError if no new token arrives within `timeout` seconds.
         """
-        return self._read(self._tokens, timeout, "token")
+        return self._read(self._tokens, bounded(timeout), "token")
 
     def text(self, timeout: float | None = None) -> Iterator[str]:
         """Yield the text of the first beam, up to its stop string, in pieces.
@@ -182,7 +183,7 @@ class Generation(LatchedFuture[GenerationResult]):
         """
         if not self._has_text:
             raise ValueError(f"request {self.request_id} was submitted without `stop`: no text")
-        return self._read(self._pieces, timeout, "text")
+        return self._read(self._pieces, bounded(timeout), "text")
 
     def __iter__(self) -> Iterator[int]:
         return self.tokens()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tokenizers import Tokenizer
 
 from gptmanager import InferenceRequest
+from gptmanager.arguments import able
 from gptmanager.callbacks.queue.result import prompt_of
 from gptmanager.callbacks.text.checkpoint import load_tokenizer
 from gptmanager.callbacks.text.stop_strings import checked_stops
@@ -27,6 +28,8 @@ class OutputTexts:
         tokenizer: Tokenizer | str | os.PathLike[str] | None,
         special_texts: Mapping[int, str] | None = None,
     ) -> None:
+        if tokenizer is not None and not isinstance(tokenizer, (str, os.PathLike)):
+            able("tokenizer", tokenizer, "decode", "tokenizer or a folder")
         self._tokenizer = tokenizer
         self._special_texts = special_texts
 

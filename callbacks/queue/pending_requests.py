@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable
-from numbers import Integral
 from typing import Any, NamedTuple
 
 from gptmanager import InferenceRequest
+from gptmanager.arguments import at_least
 from gptmanager.errors import CapacityError
 
 _DEFAULT_PRIORITY = 0.5
@@ -48,8 +48,8 @@ class PendingRequests:
     def __init__(self, limits: dict[str, int | None] | None = None) -> None:
         self._limits = limits or dict.fromkeys(Size._fields)
         for name, limit in self._limits.items():
-            if limit is not None and not (isinstance(limit, Integral) and int(limit) >= 1):
-                raise ValueError(f"{name} = {limit!r} must be an integer of at least 1, or None")
+            if limit is not None:
+                at_least(1, name, limit)
         self._pending: dict[int, _Pending] = {}  # by request id
         # the ids of each priority in the order of arrival; an interrupted method may leave more ids
         self._levels: dict[float, OrderedDict[int, None]] = {}

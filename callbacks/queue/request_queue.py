@@ -16,13 +16,14 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from gptmanager import GptManager, InferenceRequest, NamedTensor
+from gptmanager.arguments import bounded, flag
 from gptmanager.callbacks.queue.attachment import Attachment
 from gptmanager.callbacks.queue.generation import Generation, fail_all
 from gptmanager.callbacks.queue.output_texts import OutputTexts
 from gptmanager.callbacks.queue.pending_requests import PendingRequests, Size
 from gptmanager.callbacks.queue.result import cancelled_response
 from gptmanager.callbacks.queue.wakeups import AsyncWakeups
-from gptmanager.callbacks.text.checkpoint import TokenDefaults, ids_of
+from gptmanager.callbacks.text.checkpoint import TokenDefaults, checked_defaults
 from gptmanager.errors import CallbackError, DuplicateRequestIdError, ManagerDeadError
 from gptmanager.lifecycle.condition import Condition
 from gptmanager.manager.gpt_manager import before_steps
@@ -68,13 +69,10 @@ class RequestQueue:
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         special_texts: Mapping[int, str] | None = None,
     ) -> None:
-        limits = {
-            "max_pending": max_pending,
-            "max_pending_tokens": max_pending_tokens,
-            "max_pending_bytes": max_pending_bytes,
-        }
-        self._defaults = TokenDefaults(ids_of(default_end_id), default_pad_id)
-        self._exclude_input = exclude_input_in_output
+        limits = {"max_pending": max_pending, "max_pending_tokens": max_pending_tokens}
+        limits["max_pending_bytes"] = max_pending_bytes
+        self._defaults = checked_defaults(default_end_id, default_pad_id)
+        self._exclude_input = flag("exclude_input_in_output", exclude_input_in_output)
         self._texts = OutputTexts(tokenizer, special_texts)
         self._wakeups = AsyncWakeups()
         # guards all fields below; reentrant, because a signal handler may take it again
@@ -355,7 +353,7 @@ class RequestQueue:
     def _enqueue(self, generations: Sequence[Generation], timeout: float | None) -> None:
         """Queue all generations, or raise an error, queue none of them, and release their ids."""
         try:
-            self._push(generations, timeout)
+            self._push(generations, bounded(timeout))
         except BaseException:
             self._release(generation.request_id for generation in generations)
             raise

@@ -8,6 +8,8 @@ import os
 import threading
 from pathlib import Path
 
+from gptmanager.arguments import at_least
+
 _logger = logging.getLogger(__name__)
 
 
@@ -29,13 +31,9 @@ class JsonLinesSink:
     def __init__(
         self, path: str | os.PathLike[str], *, max_bytes: int | None = None, backups: int = 3
     ) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            raise ValueError(f"max_bytes = {max_bytes} must be at least 1, or None")
-        if backups < 0:
-            raise ValueError(f"backups = {backups} must not be negative")
         self._path = Path(path)
-        self._max_bytes = max_bytes
-        self._backups = backups
+        self._max_bytes = None if max_bytes is None else at_least(1, "max_bytes", max_bytes)
+        self._backups = at_least(0, "backups", backups)
         self._lock = threading.Lock()
         self._is_failing = False
         self._is_closed = False

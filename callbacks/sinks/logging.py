@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gptmanager.arguments import able, at_least, function, number
+
 _DEFAULT_LOGGER = logging.getLogger("gptmanager.statistics")
 
 
@@ -27,10 +29,10 @@ class LoggingSink:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._logger = logger
-        self._level = level
-        self._every_s = every_s
-        self._clock = clock
+        self._logger = able("logger", logger, "isEnabledFor", "logger")
+        self._level = at_least(0, "level", level)
+        self._every_s = number(0, "every_s", every_s)
+        self._clock = function("clock", clock)
         self._lock = threading.Lock()
         # The time and the iteration of the last summary. The iteration is 0 if it is unknown.
         self._last: tuple[float, int] | None = None

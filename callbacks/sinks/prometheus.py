@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import gptmanager
 from gptmanager import GptManager, InferenceRequest, NamedTensor
+from gptmanager.arguments import able, at_least, function
 from gptmanager.callbacks.sinks.metric_counts import Histogram, IterationCounts, RequestCounts
 from gptmanager.callbacks.sinks.metric_names import METRIC, METRICS, TRITON, VLLM, checked_prefix
 from gptmanager.environment.distribution import install_command
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted
 from gptmanager.lifecycle.callables import passed_on
 
 if TYPE_CHECKING:
@@ -64,12 +65,18 @@ class PrometheusSink:
         info: Mapping[str, str] | None = None,
     ) -> None:
         self.prefix = checked_prefix(prefix)
-        self.labels = {"model_name": str(model_name), "rank": str(rank)}
-        self.registry: CollectorRegistry = registry or _prometheus_client().REGISTRY
+        if not isinstance(model_name, str) or not model_name:
+            raise ConfigError(f"model_name = {quoted(model_name)} must be a name")
+        self.labels = {"model_name": model_name, "rank": str(at_least(0, "rank", rank))}
+        self.registry: CollectorRegistry = (
+            _prometheus_client().REGISTRY
+            if registry is None
+            else able("registry", registry, "register", "registry")
+        )
         self.info = {"version": gptmanager.__version__, **(info or {})}
         self.iterations = IterationCounts()
         self.requests = RequestCounts()
-        self._counts = counts
+        self._counts = None if counts is None else function("counts", counts)
         self._manager: GptManager | None = None
         self._audit_failures = 0
         _join(self)
@@ -152,7 +159,7 @@ class PrometheusSink:
         Without this call, the numbers are from the last record, and become outdated while the
         manager is idle, because an idle manager writes no records.
         """
-        self._manager = manager
+        self._manager = able("manager", manager, "health", "GptManager")
 
     def close(self) -> None:
         """Remove the sink's metrics from the registry. Idempotent."""

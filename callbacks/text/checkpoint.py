@@ -7,7 +7,7 @@ module makes the usual choice.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from gptmanager import InferenceRequest
+from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError, error_summary, quoted
 from gptmanager.memory.checkpoint.untrusted_files import check_file, read_object
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, read_part
@@ -37,6 +38,7 @@ _NAMED = (
 )
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class TokenDefaults:
             )
         if pad_id is not None and not _is_id(pad_id):
             raise ConfigError(f"{where}: pad_token_id = {quoted(pad_id)} must be a token id")
-        return cls(ids_of(end_ids), pad_id)
+        return checked_defaults(end_ids, pad_id)
 
     def fill(self, request: InferenceRequest) -> None:
         """Set `end_id` and `pad_id` on `request` where they are missing."""
@@ -121,11 +123,19 @@ def _in_vocabulary(ids: tuple[int, ...], folder: Path) -> tuple[int, ...]:
     return tuple(it for it in ids if it < size) if isinstance(size, int) else ids
 
 
-def ids_of(ids: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Convert one id, a sequence of ids, or None (for no ids) to a tuple."""
-    if ids is None:
-        return ()
-    return (int(ids),) if isinstance(ids, (int, np.integer)) else tuple(ids)
+def checked_defaults(
+    default_end_id: int | Iterable[int] | None, default_pad_id: int | None
+) -> TokenDefaults:
+    """Return the defaults for one end id or several. Raise ConfigError for ids outside int32.
+
+    An end id of -1 has no effect.
+    """
+    given = default_end_id
+    ids = () if given is None else given if isinstance(given, Iterable) else (given,)
+    end_ids = tuple(at_least(-1, "default_end_id", one, _MAX_ID) for one in ids)
+    if default_pad_id is not None:
+        at_least(~_MAX_ID, "default_pad_id", default_pad_id, _MAX_ID)
+    return TokenDefaults(end_ids, default_pad_id)
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -55,9 +55,8 @@ def without_states(
             f"sequences need {count * each} bytes, and {budget.free_bytes:.0f} bytes are free for "
             "them and for the KV cache"
         )
-    snapshots = 0
+    snapshots, given = 0, params.kv_cache_config.state_snapshots
     if params.kv_cache_config.enable_block_reuse:
-        given = params.kv_cache_config.state_snapshots
         useful = max(_FEWEST_SNAPSHOTS, _SNAPSHOTS_PER_SLOT * count)
         fitting = int(left * _SNAPSHOT_SHARE) // max(1, each)
         snapshots = max(1, min(useful, fitting)) if given is None else given
@@ -67,8 +66,14 @@ def without_states(
         *(each, (count + snapshots) * each / _MIB, count, snapshots),
     )
     if snapshots * each >= left:
+        if given is None:
+            raise ConfigError(
+                f"KvCacheConfig.enable_block_reuse needs a snapshot of {each} bytes, and "
+                f"{left:.0f} bytes are free for it and for the KV cache: switch reuse off, or "
+                f"lower OptionalParams.max_batch_size = {params.max_batch_size}"
+            )
         raise ConfigError(
-            f"KvCacheConfig.state_snapshots = {snapshots}: they need {snapshots * each} bytes, and "
+            f"KvCacheConfig.state_snapshots = {given}: they need {given * each} bytes, and "
             f"{left:.0f} bytes are free for them and for the KV cache"
         )
     return budget._replace(free_bytes=left - snapshots * each), snapshots

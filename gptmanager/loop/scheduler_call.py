@@ -13,6 +13,7 @@ from gptmanager.lifecycle.watchdog import CallbackTimer
 from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.request.llm_request import LlmRequest, LlmRequestState
 from gptmanager.scheduler import RequestScheduler, SchedulerOutput
+from gptmanager.scheduler.simple import policy_name
 
 _CONTEXT_INIT = LlmRequestState.CONTEXT_INIT
 _IN_PROGRESS = LlmRequestState.GENERATION_IN_PROGRESS
@@ -59,8 +60,8 @@ def decide(
 
 
 def blamed(scheduler: RequestScheduler, what: object) -> SchedulerError:
-    """Return an error that starts with the scheduler's class name and continues with `what`."""
-    return SchedulerError(f"{type(scheduler).__name__} {what}")
+    """Return an error that starts with the scheduler's class, and continues with `what`."""
+    return SchedulerError(f"{policy_name(scheduler)} {what}")
 
 
 def check_output(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from gptmanager.arguments import bounded
 from gptmanager.assembly.assemble import assemble
 from gptmanager.assembly.options import (
     check_arguments,
@@ -30,7 +31,6 @@ from gptmanager.lifecycle.state import ManagerState
 from gptmanager.lifecycle.threads import start_thread
 from gptmanager.manager.generation_control import GenerationControl
 from gptmanager.manager.inbox import Inbox
-from gptmanager.manager.loop_questions import bounded
 from gptmanager.manager.watching import Watchers
 from gptmanager.manager.worker import Worker
 from gptmanager.ranks.world import find_world

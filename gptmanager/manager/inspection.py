@@ -25,6 +25,7 @@ from gptmanager.peft_cache import PeftCacheReport
 from gptmanager.request.arrays import refuse_masked
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequestState
+from gptmanager.scheduler.simple import policy_name
 from gptmanager.scheduler.wait_reasons import Wait, WaitReason, unreported_wait
 
 
@@ -255,9 +256,7 @@ def _reason(
     if waits is None:
         kv_cache = loop.allocator.kv_cache
         needed = kv_cache.get_remaining_blocks_to_completion(request)
-        text = unreported_wait(
-            type(loop.scheduler).__name__, needed, kv_cache.get_num_free_blocks()
-        )
+        text = unreported_wait(policy_name(loop.scheduler), needed, kv_cache.get_num_free_blocks())
         return "not_chosen", _NO_WAIT, f"waits {text}"
     wait = waits.get(request.request_id)
     if wait is None:

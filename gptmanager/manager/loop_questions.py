@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from gptmanager.arguments import at_least, bounded
 from gptmanager.errors import ManagerDeadError, quoted, response_text
 from gptmanager.host.callback_host import CallbackHost
 from gptmanager.lifecycle.state import Health, Lifecycle, ManagerState
@@ -86,6 +86,7 @@ class LoopQuestions:
 
         The scheduler is asked once for all these requests.
         """
+        at_least(0, "most", most)
         self._raise_if_failed()
         return self._ask("explain_waiting", lambda loop: explain_waiting(loop, most), timeout)
 
@@ -193,12 +194,3 @@ class LoopQuestions:
     def _raise_if_forked(self) -> None:
         if self._is_forked:
             raise ManagerDeadError(f"the manager runs in process {self._process}, not in this fork")
-
-
-def bounded(timeout: float | str | None) -> float | None:
-    """Return `timeout`, limited to what a wait of `threading` accepts; TypeError for a text."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, str):
-        raise TypeError(f"timeout = {quoted(timeout)} must be a number of seconds, or None")
-    return min(max(timeout, 0.0), threading.TIMEOUT_MAX)

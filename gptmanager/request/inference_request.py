@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from gptmanager.arguments import as_integer
+from gptmanager.errors import quoted
 
 TensorLike = Union[torch.Tensor, np.ndarray]
 
@@ -121,7 +122,7 @@ class InferenceRequest:
             raise ValueError(f"request_id = {request_id} is outside 0..2**64-1")
         self.__dict__.update(
             request_id=int(request_id),
-            tensors=dict(tensors or {}),
+            tensors=_as_dict(tensors),
             is_streaming=is_streaming,
             logits_post_processor=logits_post_processor,
             client_id=client_id,
@@ -209,6 +210,16 @@ def _no_property(name: str) -> AttributeError:
     return AttributeError(f"InferenceRequest has no property {name!r}{meant}")
 
 
+def _as_dict(tensors: Mapping[str, TensorLike] | None) -> dict[str, TensorLike]:
+    try:
+        return dict(tensors or {})
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"tensors = {quoted(tensors)} must be a dict of names and arrays; for plain values "
+            "there is InferenceRequest.from_tokens"
+        ) from None
+
+
 def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
     """Return token words as a tensor `[1, 2, L]` int32: concatenated ids, then their end offsets.
 
@@ -216,6 +227,8 @@ def word_list(words: Iterable[Sequence[int]]) -> np.ndarray:
     get a wider dtype, and are refused when the request is checked. Raise TypeError for words that
     are not sequences of integers.
     """
+    if not isinstance(words, Iterable):
+        raise TypeError(f"words = {quoted(words)} is not a list of words")
     found = [_word(index, word) for index, word in enumerate(words)]
     ids = [token for word in found for token in word]
     ends = list(itertools.accumulate(map(len, found)))

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Sequence
 from enum import IntEnum
 from typing import TypeVar
 
+from gptmanager.arguments import at_least
+
 
 class LlmRequestState(IntEnum):
     """The states of a request. A request has *reached* its state and all states of lower values."""
@@ -106,8 +108,8 @@ class LlmRequest:
             ("estimated_reusable_tokens", 0, estimated_reusable_tokens),
             ("context_current_position", 0, context_current_position),
         ):
-            if value < low:
-                raise ValueError(f"request {request_id}: {name} = {value} must be at least {low}")
+            if type(value) is not int or value < low:
+                at_least(low, f"request {request_id}: {name}", value)
         _check_retention(retention_priority)
         self.request_id = request_id
         self.tokens: list[int] = [0] * tokens if isinstance(tokens, int) else list(tokens)

@@ -49,6 +49,15 @@ class RequestScheduler(ABC):
         return None
 
 
+def policy_name(scheduler: RequestScheduler) -> str:
+    """Return the class of a scheduler, with the classes of its parts if it has two."""
+    name = type(scheduler).__name__
+    if not isinstance(scheduler, SimpleScheduler):
+        return name
+    parts = scheduler.capacity_scheduler, scheduler.micro_batch_scheduler
+    return f"{name}({', '.join(type(part).__name__ for part in parts)})"
+
+
 class SimpleScheduler(RequestScheduler):
     """Decides in two steps: which requests get memory, then which of these run."""
 

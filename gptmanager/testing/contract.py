@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gptmanager.arguments import flag, function, number
 from gptmanager.errors import response_text
 from gptmanager.lifecycle.callables import UnfinishedAnswer, check_answer, passed_on
 from gptmanager.manager.gpt_manager import GptManager
@@ -86,12 +87,14 @@ class ContractChecker:
         callback_budget_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._get = get_inference_requests
-        self._send = send_response
+        self._get = function("get_inference_requests", get_inference_requests)
+        self._send = function("send_response", send_response)
+        if poll_stop_signal is not None:
+            function("poll_stop_signal", poll_stop_signal)
         self._poll = poll_stop_signal
-        self._tolerates_duplicates = tolerates_duplicates
-        self._budget_s = callback_budget_s
-        self._clock = clock
+        self._tolerates_duplicates = flag("tolerates_duplicates", tolerates_duplicates)
+        self._budget_s = number(0, "callback_budget_s", callback_budget_s)
+        self._clock = function("clock", clock)
         self._live: dict[int, _Taken] = {}
         self._offsets: dict[int, int] = {}
         self._prompts_sent: set[int] = set()  # requests that have their prompt log probabilities

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptmanager.arguments import at_least
+from gptmanager.arguments import at_least, function
 from gptmanager.lifecycle.condition import Condition
 from gptmanager.manager.gpt_manager import GptManager
 from gptmanager.memory.kv_pool import KvPool
@@ -50,7 +50,7 @@ class ScriptedModel:
     ) -> None:
         at_least(1, "ScriptedModel.vocab_size", vocab_size)
         at_least(1, "ScriptedModel.max_position_embeddings", max_position_embeddings)
-        self.next_token = next_token
+        self.next_token = function("ScriptedModel.next_token", next_token)
         self.spec = ScriptedSpec(vocab_size, max_position_embeddings)
         self.num_forwards = 0
         self.num_tokens = 0  # input tokens of all forwards

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from gptmanager.arguments import function
 from gptmanager.step import BeamCandidates, BeamFork, Row, Schedule, StepResult
 
 NextToken = Callable[[list[int]], int]  # the history, prompt included -> the next token
@@ -93,7 +94,7 @@ class ScriptedExecutor:
     """
 
     def __init__(self, next_token: NextToken, tokens_per_block: int) -> None:
-        self.next_token = next_token
+        self.next_token = function("ScriptedExecutor.next_token", next_token)
         self.tokens_per_block = tokens_per_block
         self.schedules: list[Schedule] = []
         self._sequences: dict[tuple[int, int], _Sequence] = {}  # by slot and beam

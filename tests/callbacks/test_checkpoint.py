@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks import ChatTemplate, RequestQueue, TokenDefaults, load_tokenizer
-from gptmanager.callbacks.text.checkpoint import ids_of, sampling_defaults
+from gptmanager.callbacks.text.checkpoint import checked_defaults, sampling_defaults
 from gptmanager.errors import ConfigError
 
 
@@ -55,7 +55,9 @@ def test_end_ids_outside_of_the_vocabulary_are_left_out(tmp_path, outer):
 
 def test_a_folder_without_token_ids_has_no_defaults(tmp_path):
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
-    assert ids_of(np.int64(7)) == ids_of([7]) == (7,) and ids_of(None) == ()
+    of = checked_defaults
+    assert of(np.int64(7), None) == of([7], None) == TokenDefaults((7,))
+    assert of(None, None) == TokenDefaults()
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": None}))
     assert TokenDefaults.of_folder(tmp_path) == TokenDefaults()
 

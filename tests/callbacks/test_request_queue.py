@@ -132,9 +132,7 @@ def test_what_cannot_be_submitted_is_refused_in_the_line(queue):
     with pytest.raises(TypeError, match="InferenceRequest"):
         queue.submit(InferenceRequest(1), 5)
     for limit in (0, "3", 1.5):
-        with pytest.raises(
-            ValueError, match="max_pending = .* must be an integer of at least 1, or"
-        ):
+        with pytest.raises(ValueError, match="max_pending = .* must be an integer of at least 1"):
             RequestQueue(max_pending=limit)
 
     assert queue.num_open == 0

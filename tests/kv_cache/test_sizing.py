@@ -240,3 +240,8 @@ def test_states_leave_the_rest_of_the_memory(caplog):
     assert size in caplog.text
     with pytest.raises(ConfigError, match=f"= 4: the states of 8 sequences need {needed} bytes"):
         without_states(MemoryBudget(needed), spec, params)
+    params.kv_cache_config.enable_block_reuse = True
+    assert without_states(MemoryBudget(needed + 196609), spec, params)[0].free_bytes == 1
+    refused = "block_reuse needs a snapshot of 196608 bytes, and 196608 bytes are free"
+    with pytest.raises(ConfigError, match=refused):
+        without_states(MemoryBudget(needed + 196608), spec, params)

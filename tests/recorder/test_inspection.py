@@ -153,4 +153,4 @@ def test_of_a_scheduler_of_the_hosts_own_nothing_is_claimed():
     config = SchedulerConfig(create_scheduler=create)
     _, second, third = explained([(20, 40), (20, 40), (2, 2)], config, tokens=64)
     assert (second.reason, third.reason) == ("not_chosen", "not_chosen")
-    assert "SimpleScheduler, which reports no reasons" in second.text
+    assert "by SimpleScheduler(Own, MicroBatchScheduler), which reports no" in second.text

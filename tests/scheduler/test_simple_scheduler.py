@@ -409,10 +409,10 @@ def test_every_request_ends(
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"tokens": -1}, "tokens = -1 must be at least 0"),
-        ({"max_new_tokens": -1}, "max_new_tokens = -1 must be at least 0"),
-        ({"beam_width": 0}, "beam_width = 0 must be at least 1"),
-        ({"num_draft_tokens": -2}, "num_draft_tokens = -2 must be at least 0"),
+        ({"tokens": -1}, "tokens = -1 must be an integer of at least 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens = -1 must be an integer of at least 0"),
+        ({"beam_width": 0}, "beam_width = 0 must be an integer of at least 1"),
+        ({"num_draft_tokens": -2}, "num_draft_tokens = -2 must be an integer of at least 0"),
         ({"context_current_position": 5}, "context_current_position = 5 exceeds the prompt of 4"),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gptmanager.arguments import at_least
+from gptmanager.arguments import at_least, number
 from gptmanager.cuda.device.streams import Stream
 from gptmanager.decoding.guided.grammar_masks import CompiledGrammar, Grammar, GuidedSession
 from gptmanager.decoding.guided.grammar_matcher import (
@@ -31,7 +31,7 @@ from gptmanager.decoding.guided.grammar_trial import GrammarTrials
 from gptmanager.decoding.processors.rows import RowProcessor, RowSession
 from gptmanager.environment.distribution import install_command
 from gptmanager.environment.machine.cores import num_cores
-from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError
+from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted
 from gptmanager.kernels.token_masks import mask_logits
 from gptmanager.lifecycle.child_process import (
     NoAnswerError,
@@ -94,6 +94,8 @@ class GuidedDecoding(RowProcessor):
                 f"guided decoding needs llguidance: {install_command('guided')} ({error})"
             ) from error
         self._llguidance: Any = llguidance
+        if not isinstance(end_ids, Collection) or isinstance(end_ids, (str, bytes)):
+            raise ConfigError(f"end_ids = {quoted(end_ids)} must be a list of token ids")
         try:
             given = tokenizer.to_str(), list(end_ids)
             self._tokenizer = new_tokenizer(self._llguidance, *given)
@@ -103,7 +105,8 @@ class GuidedDecoding(RowProcessor):
         self.vocab_size: int = self._tokenizer.vocab_size
         self.end_ids = frozenset(end_ids) or frozenset(self._tokenizer.eos_tokens)
         self._max_grammars = at_least(1, "max_grammars", max_grammars)
-        self._own = PerProcess(lambda: _Compilation(GrammarTrials(*given, compile_timeout_s)))
+        seconds = number(0, "compile_timeout_s", compile_timeout_s)
+        self._own = PerProcess(lambda: _Compilation(GrammarTrials(*given, seconds)))
         self._own.get()
         # Numba compiles this function here, before the first request runs.
         mask_logits(torch.zeros(1, 1), np.zeros(1, np.int64), np.zeros((1, 1), np.int32))
