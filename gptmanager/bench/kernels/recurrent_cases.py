@@ -68,11 +68,11 @@ def _delta(shape: DeltaShape, itemsize: int) -> _Kind:
         projected = rig.randn(count, shape.channels + shape.values)
         gates = rig.randn(count, 2 * shape.value_heads, dtype=torch.float32)
         conv = rig.randn(shape.width, shape.channels, scale=0.5)
-        of_heads = rig.randn(2, shape.value_heads, dtype=torch.float32).unbind()
+        decay, step = rig.randn(2, shape.value_heads, dtype=torch.float32).unbind()
         norm = 1 + rig.randn(shape.value_dim, scale=0.1)
 
         def run_in(dtype: torch.dtype) -> _Run:
-            tensors = DeltaTensors(conv.to(dtype), *of_heads, norm.to(dtype))
+            tensors = DeltaTensors(conv.to(dtype), decay, step, norm.to(dtype))
             given = projected.to(dtype), gates, shape, tensors, _EPS
             return lambda kernels, states, rows: kernels.gated_delta(
                 *given, DeltaState(*states), rows
@@ -89,12 +89,12 @@ def _state_space(shape: StateSpaceShape, itemsize: int) -> _Kind:
     def new(rig: Rig, count: int) -> Callable[[torch.dtype], _Run]:
         projected = rig.randn(count, shape.projected)
         conv = rig.randn(shape.width, shape.channels, scale=0.5), rig.randn(shape.channels)
-        of_heads = rig.randn(3, shape.heads, dtype=torch.float32).unbind()
+        decay, step, skip = rig.randn(3, shape.heads, dtype=torch.float32).unbind()
         norm = 1 + rig.randn(shape.inner, scale=0.1)
 
         def run_in(dtype: torch.dtype) -> _Run:
             own = Filter(*(it.to(dtype) for it in conv))
-            tensors = StateSpaceTensors(own, *of_heads, norm.to(dtype))
+            tensors = StateSpaceTensors(own, decay, step, skip, norm.to(dtype))
             given = projected.to(dtype), shape, tensors, _EPS
             return lambda kernels, states, rows: kernels.state_space(
                 *given, StateSpaceState(*states), rows
