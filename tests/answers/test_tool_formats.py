@@ -389,6 +389,7 @@ _THING = {"type": "object", "properties": {"k": {"type": "integer"}}, "required"
     [
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["x", None], ["3", "[]"]),
         ({"type": ["string", "integer"], "minimum": 2}, ["x", 2], ["1", "true"]),
+        ({"type": "integer", "anyOf": [{"maximum": 1}, {"minimum": 5}]}, [1, 5], ["2", "true"]),
         ({"$ref": "#/$defs/Thing"}, [{"k": 1}], ["{}", "1", "{k:true}"]),
         ({"type": "array", "items": {"$ref": "#/$defs/Thing"}}, [[], [{"k": 1}]], ["[1]", "{}"]),
         ({"$ref": "#/$defs/Tree"}, [[], [[], [[]]]], ["1", "[{}]"]),

@@ -92,8 +92,12 @@ def test_more_texts_than_beams_are_refused():
 def test_sampled_texts_differ():
     config = CONFIGS["llama"]
     model = (config, random_model(config).state_dict())
-    texts = generate(model, [10], 8, num_return_sequences=4, temperature=1.0)
-    assert len(set(map(tuple, texts))) == 4
+    told = []
+    params = OptionalParams(on_progress=lambda what, done, total: told.append(what))
+    texts = generate(
+        model, [10], 8, num_return_sequences=4, temperature=1.0, optional_params=params
+    )
+    assert len(set(map(tuple, texts))) == 4 and "weights" in told
 
 
 @pytest.mark.parametrize("prompts", [5, None, b"once"])

@@ -283,6 +283,8 @@ def test_equal_grammars_are_compiled_once_and_few_are_kept():
     first = guided.json_schema(SCHEMA)
     assert guided.json_schema(dict(SCHEMA)).compiled is first.compiled
     assert first.compiled.result()
+    with pytest.raises(InvalidRequestError, match="#/not"):  # it cannot be enforced
+        guided.json_schema({"type": "string", "not": {"pattern": "a"}}).compiled.result()
     for pattern in ("a", "b"):
         guided.regex(pattern).compiled.result()
     assert guided.json_schema(SCHEMA).compiled is not first.compiled

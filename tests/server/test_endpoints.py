@@ -21,9 +21,12 @@ def plain(server):
         yield client
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
-def test_a_server_that_runs_is_healthy(client, path):
-    assert client.get(path).status_code == 200
+@pytest.mark.parametrize(
+    ("path", "status"), [("/health", "ready"), ("/health/live", "live"), ("/health/ready", "ready")]
+)
+def test_a_server_that_runs_is_healthy(client, path, status):
+    response = client.get(path)
+    assert response.status_code == 200 and response.json() == {"status": status}
 
 
 def test_version(client):
