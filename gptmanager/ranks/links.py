@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from enum import IntEnum
+from enum import IntEnum, auto
 from typing import Any, NoReturn
 
 import orjson
@@ -35,15 +35,15 @@ _PAUSE_S = 0.1  # time between a wait's checks for a failed rank
 class Message(IntEnum):
     """The kinds of messages between loops."""
 
-    EXCHANGE = 1  # data that managers exchange at the start
-    INTAKE = 2  # what rank 0 has taken in, such as requests: an iteration begins
-    ASK = 3  # call the callback GetInferenceRequests on every rank
-    DECISION = 4  # digest of rank 0's decisions: a step begins
-    RESULT = 5  # the result of a step
-    ABORT = 6  # rank 0 ends its requests with an error
-    END = 7  # rank 0 has answered all requests
-    CALL = 8  # a call to rank 0's manager that all ranks must make
-    PAUSED = 9  # no iteration begins yet; sent again and again
+    EXCHANGE = auto()  # data that managers exchange at the start
+    INTAKE = auto()  # what rank 0 has taken in, such as requests: an iteration begins
+    ASK = auto()  # call the callback GetInferenceRequests on every rank
+    DECISION = auto()  # digest of rank 0's decisions: a step begins
+    RESULT = auto()  # the result of a step
+    ABORT = auto()  # rank 0 ends its requests with an error
+    END = auto()  # rank 0 has answered all requests
+    CALL = auto()  # a call to rank 0's manager that all ranks must make
+    PAUSED = auto()  # no iteration begins yet; sent again and again
 
 
 class _Wait(threading.local):
