@@ -124,3 +124,9 @@ def test_a_restored_end_rule_ends_where_the_first_one_did(words):
     restored = restored_end_rule(rule.state(), [7])
     assert restored.state() == rule.state() and restored.end_ids == rule.end_ids
     assert restored.find(0, 3, 1) == rule.find(0, 3, 1)
+
+
+def test_at_the_end_no_token_waits_for_a_word_that_does_not_fit():
+    rule = EndRule(4, stop_words=StopWords([[1, 2, 3]]))
+    state, _ = rule.find(0, 1, 1)
+    assert [rule.num_final(state, length) for length in (1, 2, 3)] == [0, 1, 3]
