@@ -119,8 +119,8 @@ class Health:
     num_active: int
     last_step_age_s: float | None
     callbacks: dict[str, CallbackLatency]
-    total_blocks: int = 0
-    free_blocks: int = 0
+    total_blocks: int
+    free_blocks: int
 
 
 def as_final(error: BaseException) -> GptManagerError:

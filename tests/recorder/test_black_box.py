@@ -341,6 +341,15 @@ def test_what_admission_refuses_for_its_size_is_copied_nowhere(value):
     assert plain_request(huge)["tensors"]["input_ids"] == {"opaque": type(value).__name__}
 
 
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_a_tensor_that_its_host_changes_later_is_kept_as_it_was(make):
+    ids = make([1, 2, 3])
+    given = InferenceRequest(1, {"input_ids": ids, "request_output_len": np.array(3)})
+    (kept,) = Keeper(VOCAB_SIZE, 0).intake(Intake(0.0, (given,))).requests
+    ids[0] = 2
+    assert kept.tensors["input_ids"].tolist() == [1, 2, 3]
+
+
 def test_few_black_boxes_stay_in_the_temporary_folder(tmp_path):
     for number in range(20):
         path = tmp_path / f"gptmanager-black-box-{number:02}.jsonl"
