@@ -199,6 +199,10 @@ def tensor(**parts):
             f"more than {MAX_FIELDS} fields",
         ),
         (filled(id="x" * (MAX_SMALL + 1)), f"has {MAX_SMALL + 1} bytes, at most {MAX_SMALL}"),
+        (
+            b"\x78\x01\x79" + bytes(8) + b"\x7d\xff\xff\xff\xff" + filled(id="x" * (MAX_SMALL + 1)),
+            f"has {MAX_SMALL + 1} bytes",
+        ),
         (filled(inputs=[tensor(name="x" * (MAX_SMALL + 1))]), f"has {MAX_SMALL + 1} bytes"),
         (filled(inputs=[tensor(shape=[1] * (MAX_SMALL + 1))]), f"has {MAX_SMALL + 1} bytes"),
         (
@@ -208,7 +212,17 @@ def tensor(**parts):
             f"more than {MAX_CONTENTS} bytes: send large tensors as raw_input_contents",
         ),
     ],
-    ids=["inputs", "raw", "outputs", "parameters", "id", "name", "shape", "contents"],
+    ids=[
+        "inputs",
+        "raw",
+        "outputs",
+        "parameters",
+        "id",
+        "after others",
+        "name",
+        "shape",
+        "contents",
+    ],
 )
 def test_messages_that_would_take_much_more_memory_than_bytes(message, told, call_with):
     problem = wire_problem(message)
