@@ -36,8 +36,11 @@ def tags(*, is_open=False):
 def read(parser, text, size=None):
     """Thought, content, calls, and the number of characters in thoughts."""
     answer = ChatAnswer(parser)
-    pieces = [text[at : at + (size or 10**9)] for at in range(0, len(text), size or 10**9)]
-    deltas = [delta for piece in pieces for delta in answer.push(piece)] + answer.flush()
+    deltas = []
+    for at in range(0, len(text), size or 10**9):
+        deltas += answer.push(text[at : at + (size or 10**9)])
+        answer.num_reasoning_tokens(range(min(at + (size or 10**9), len(text))))
+    deltas += answer.flush()
     message = answer.message()
     thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
     content = "".join(delta.get("content", "") for delta in deltas)
