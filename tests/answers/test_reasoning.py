@@ -168,6 +168,12 @@ def test_harmony(text, prompt, size, expected):
     assert read(HarmonyParser(NAMES, prompt), text, size) == expected
 
 
+@pytest.mark.parametrize("size", [1, 100, None])
+def test_a_header_of_harmony_without_an_end_is_content(size):
+    for header in ("<|channel|>" + "<" * 1100, f"<|channel|>final{'x' * 1100}<|message|>3"):
+        assert read(HarmonyParser(NAMES, HEAD), header, size) == ("", header, [], 0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"), [('{"a": [1', "stop"), ('{"a": [1]}', "tool_calls")]
 )

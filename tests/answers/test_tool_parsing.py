@@ -2,9 +2,11 @@
 
 import json
 import random
+import re
 
 import pytest
 
+from gptmanager.callbacks.answers.parsing import json_calls
 from gptmanager.callbacks.answers.parsing.answer_parts import Arguments, CallBegins, Content
 from gptmanager.callbacks.answers.tool_formats.hermes import HermesParser
 from gptmanager.callbacks.answers.tool_formats.llama3 import Llama3Parser
@@ -118,6 +120,15 @@ def test_any_pieces_say_what_the_whole_says(tagged, text, expected):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 6)))
         pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         assert parsed(pieces, tagged=tagged) == expected
+
+
+def test_patterns_that_are_matched_with_each_piece_have_limits():
+    """Otherwise the time of a call with many spaces grows with their square."""
+    for pattern in (json_calls._HEADER, json_calls._FIRST_KEY):
+        assert re.search(r"[*+]", pattern.pattern) is None
+    spaces = " " * 65
+    text = f'<tool_call>{{{spaces}"name"{spaces}:"add", "arguments": {{}}}}</tool_call>'
+    assert parsed([text], tagged=True) == parsed(text, tagged=True) == ("", [["add", "{}"]])
 
 
 def test_an_object_that_is_nested_too_deeply_is_text():

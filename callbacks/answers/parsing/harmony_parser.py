@@ -29,6 +29,7 @@ CALL, RETURN, CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
 TAGS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
 
 _LONGEST = max(map(len, TAGS))
+_LONGEST_HEADER = 1024  # characters of a header; a longer one is content
 _ENDS = re.compile("|".join(map(re.escape, (END, CALL, RETURN, START, CHANNEL))))
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.-]{1,128})")
@@ -115,9 +116,13 @@ class HarmonyParser(StepwiseParser):
         ):
             self._begin(Content)
             return True
-        at = self._text.find(MESSAGE)
+        at = self._text.find(MESSAGE, 0, _LONGEST_HEADER)
         if at < 0:
-            return False
+            if len(self._text) < _LONGEST_HEADER:
+                return False
+            self._begin(Content)
+            self._add(self._take(_LONGEST_HEADER), found)
+            return True
         header = self._take(at + len(MESSAGE))
         name = _RECIPIENT.search(header)
         if name and name[1] in self._names:

@@ -11,12 +11,18 @@ from gptmanager.callbacks.answers.parsing.call_parser import CallParser, State
 from gptmanager.callbacks.answers.parsing.python_values import STRICT_JSON, as_json
 from gptmanager.callbacks.answers.parsing.text_scan import ObjectScan
 
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern that is matched again with each piece of a call, so it limits spaces."""
+    return re.compile(pattern.replace(r"\s*", r"\s{0,64}"))
+
+
 # A call up to its arguments, if they are an object. A model may write a type or an id first.
-_HEADER = re.compile(
+_HEADER = _compiled(
     r'\s*\{\s*(?:(?:"type"\s*:\s*"function"|"(?:tool_call_)?id"\s*:\s*"[^"\\]{0,128}")\s*,\s*)?'
     r'"(?:tool_)?name"\s*:\s*"([^"\\]{0,128})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-_FIRST_KEY = re.compile(r'\{\s*"([^"\\]{0,64})"')
+_FIRST_KEY = _compiled(r'\{\s*"([^"\\]{0,64})"')
 _CALL_KEYS = ("name", "type", "id", "arguments", "parameters", "tool_call_id", "tool_name")
 
 
