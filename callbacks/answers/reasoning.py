@@ -57,7 +57,7 @@ _FORMS = {
         "<|inner_prefix|>", "<|inner_suffix|>", next_tags=("<|tools_prefix|>",)
     ),
     Reasoning.SOLAR_OPEN: ThoughtFormat(
-        "<|think|>", "<|end|>", shown=("assistant<|think|>",),
+        "<|think|>", "<|end|>", header="<|begin|>assistant", shown=("assistant<|think|>",),
         around=(
             "<|begin|>assistant", "<|begin|>", "<|content|>", "<|tool_calls|>", "<|end|>",
             "<|flush|>", "<|calls|>",
@@ -160,11 +160,13 @@ class AnswerStart:
             return GrammarStart((channel, *final), then=message)
         if form is None or self.is_closed:
             return None
+        header = tokenizer.encode(form.header, add_special_tokens=False).ids
         if self.is_open:
-            return GrammarStart((_id(tokenizer, form.closer),))
+            return GrammarStart((_id(tokenizer, form.closer), *header))
         opener, closer = map(tokenizer.token_to_id, (form.opener, form.closer))
-        # A model without these tokens was not trained to think.
-        return None if opener is None or closer is None else GrammarStart((closer,), opens=opener)
+        if opener is None or closer is None:  # the model was not trained to think
+            return None
+        return GrammarStart((closer, *header), opens=opener)
 
 
 _LONGEST_END = 64  # characters at the end of a prompt in which a tag is looked for

@@ -277,6 +277,10 @@ def test_where_a_grammar_begins():
     named = {tag: token for token, tag in ids.items()}
     final = (named["<|channel|>"], *tokenizer.encode("final").ids)
     assert start == GrammarStart(final, then=named["<|message|>"])
+    tokenizer.add_special_tokens(["<|think|>", "<|begin|>"])
+    closes = tokenizer.encode("<|end|><|begin|>assistant").ids
+    start = AnswerStart(Reasoning.SOLAR_OPEN).grammar_start(tokenizer)
+    assert start == GrammarStart(tuple(closes), opens=tokenizer.token_to_id("<|think|>"))
 
 
 def test_the_last_header_of_a_prompt():

@@ -26,8 +26,9 @@ class ThoughtFormat:
     """The tags around a thought: `opener`, perhaps a `label`, the thought, and `closer`.
 
     `around` are tags around the text that follows the thought; they are dropped. `next_tags` begin
-    what follows a thought that the model has not closed. A chat template that contains one of
-    `shown`, by default the closer, has this format.
+    what follows a thought that the model has not closed. `header` follows the closer, and begins
+    the message after the thought. A chat template that contains one of `shown`, by default the
+    closer, has this format.
     """
 
     opener: str
@@ -35,6 +36,7 @@ class ThoughtFormat:
     label: str = ""
     around: tuple[str, ...] = ()
     next_tags: tuple[str, ...] = ()
+    header: str = ""
     shown: tuple[str, ...] = ()
 
     @property
