@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from gptmanager.cuda.device.launch import NAMES, Launcher, Program, check_tensors
-from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.activations.activation_kinds import Activation
 
 _THREADS = 128
 _WIDTHS = [(name, width) for dtype, name in NAMES.items() for width in (16 // dtype.itemsize, 1)]

@@ -34,7 +34,7 @@ from gptmanager.cuda.gemm.device_matrices import DeviceMatrix, on_device
 from gptmanager.cuda.gemm.matmul_choice import OWN, MatmulChoice, multiply_by_torch
 from gptmanager.cuda.gemm.own_matmuls import OwnMatmuls
 from gptmanager.cuda.recurrent_kernels import RecurrentKernels
-from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.activations.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized

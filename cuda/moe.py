@@ -16,7 +16,7 @@ from gptmanager.cuda import activations
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 from gptmanager.cuda.gemm.byte_rows import ByteRows
 from gptmanager.cuda.gemm.device_matrices import BYTES, scales_of, values_of
-from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.activations.activation_kinds import Activation
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, plain

@@ -109,10 +109,13 @@ kernels/                      all operations of a model in torch, and compiled o
         threads               compiled functions on torch's threads
         machine_code          compiled functions, cached on disk
     compilation               compiles functions on all cores (no torch)
-    task_list                 a list of tasks as one task
-    captured_step             a decode step captured as tasks, and run again
-    activation_kinds          activations of MLPs, by name
-    per_token_kernels         rotary embedding, KV write, norms and activations
+    capture/                  generation steps captured as lists of tasks
+        task_list             a list of tasks as one task
+        captured_step         a decode step captured as tasks, and run again
+    per_token_kernels         rotary embedding, KV write, norms and conversions
+    activations/              activations, and other operations on single elements
+        activation_kinds      activations of MLPs, by name
+        activation_loops      activations, compiled
     embedding_lookup          lookups of tokens in an embedding table
     gemm/                     matmuls with packed weights
         int4_groups           weights in 4 bits, in groups with a scale each
@@ -148,6 +151,7 @@ kernels/                      all operations of a model in torch, and compiled o
         attention_task        one attention task: its rows, pages and scratch memory
         paged_attention       paged attention, compiled
         head_matmul           matmuls of heads with their own matrices, compiled
+    elementwise_ops           activations, and other operations on single elements, in torch
     lora/                     LoRA on the tokens of a step
         adapter_arguments     which adapter each token uses, and the output columns
         adapter_formulas      LoRA in torch
@@ -169,6 +173,7 @@ kernels/                      all operations of a model in torch, and compiled o
         state_space_loops     Mamba-2, compiled
     reference                 every operation in torch: the specification
     cpu_matmuls               matmuls on the CPU
+    cpu_elementwise           activations on the CPU
     cpu_recurrent             recurrent layers on the CPU
     cpu_experts               mixtures of experts on the CPU
     token_masks               sets the logits of forbidden tokens to -inf
@@ -344,11 +349,10 @@ models/                       decoder networks, and the table of families
     decoder/                  the network of a ModelSpec, on weights and kernels
         lora_modules          the modules of a layer that LoRA adapters may change
         layer_tensors         the tensors of a layer, looked up once
-        cos_sin_tables        cosines and sines of all positions
-        attention_inputs      normed heads, queries with a temperature, fewer pages
+        position_tables       cosines, sines and query temperatures of all positions
+        attention_inputs      normed heads, fewer pages
         latent_attention      attention to the latents of DeepSeek V2
         recurrent_layer       the tensors of a recurrent layer
-        activations           activations of dense MLPs
         expert_mixture        outputs of experts, with those of a shared MLP
         token_embedding       the embeddings of a step's tokens
         token_inputs          further inputs of layers for each token

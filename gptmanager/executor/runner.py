@@ -17,7 +17,7 @@ from gptmanager.executor.packed_rows import PackedRows
 from gptmanager.executor.sequence_tables import SequenceTables
 from gptmanager.executor.step_in_flight import ChoiceInputs
 from gptmanager.kernels.attention.attention_arguments import RowLengths
-from gptmanager.kernels.captured_step import Begin, ignore
+from gptmanager.kernels.capture.captured_step import Begin, ignore
 from gptmanager.memory.adapter_pool import AdapterPool
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.released_memory import ReleasedMemory

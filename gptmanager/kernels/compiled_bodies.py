@@ -9,8 +9,10 @@ from itertools import chain
 import torch
 
 from gptmanager.kernels import per_token_kernels
+from gptmanager.kernels.activations.activation_loops import activate
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.attention.head_matmul import multiply_heads
+from gptmanager.kernels.capture.task_list import run_tasks
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.embedding_lookup import embed
 from gptmanager.kernels.experts import routing_loops
@@ -22,7 +24,6 @@ from gptmanager.kernels.lora.adapter_plan import plan_runs
 from gptmanager.kernels.lora.adapters import add as add_adapters
 from gptmanager.kernels.recurrent import convolution_loops, delta_loops, state_space_loops
 from gptmanager.kernels.simd.machine_code import Body
-from gptmanager.kernels.task_list import run_tasks
 
 _STORED = {"int8": torch.int8, "int4": INT4}
 _OF_LAYERS: Mapping[str, tuple[Body, ...]] = {
@@ -56,7 +57,7 @@ def bodies_of_model(
         *matmuls,
         per_token_kernels.rope_and_write,
         per_token_kernels.normalize,
-        per_token_kernels.activate,
+        activate,
         embed,
         per_token_kernels.convert,
         run_tasks,

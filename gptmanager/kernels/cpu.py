@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels import per_token_kernels
-from gptmanager.kernels.activation_kinds import Activation
 from gptmanager.kernels.attention import paged_attention
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention.attention_task import (
@@ -28,7 +27,7 @@ from gptmanager.kernels.attention.attention_task import (
     on_pages,
     page_sizes,
 )
-from gptmanager.kernels.captured_step import StepCapture
+from gptmanager.kernels.capture.captured_step import StepCapture
 from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.compiled_bodies import (
     bodies_of_model,
@@ -43,7 +42,7 @@ from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatr
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.lora.adapter_plan import AdapterPlan
 from gptmanager.kernels.lora.adapters import add as adapters_body
-from gptmanager.kernels.per_token_kernels import ActivationTask, NormTask, RopeTask
+from gptmanager.kernels.per_token_kernels import NormTask, RopeTask
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.lanes import LANES
 from gptmanager.kernels.simd.machine_code import compiled
@@ -243,6 +242,7 @@ class CpuKernels(CpuExperts):
             width=head_dim,
             heads=len(columns) // head_dim,
             stride=qkv.shape[1],
+            weight_stride=head_dim,
             centered=centered,
             dtype=DTYPES[qkv.dtype],
             eps=eps,
@@ -250,72 +250,34 @@ class CpuKernels(CpuExperts):
         )
         self._run(per_token_kernels.normalize, task, len(qkv) * len(columns))
 
-    def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
-        if x.dtype is torch.float64:
-            return super().activate(x, activation, gated)
-        width = x.shape[-1] // 2 if gated else x.shape[-1]
-        return self._activate(x, width, gated, per_token_kernels.KINDS[activation])
-
-    def scaled(self, x: Tensor, factor: float, softcap: float = 0.0) -> Tensor:
-        if x.dtype is torch.float64:
-            return super().scaled(x, factor, softcap)
-        return self._activate(x, x.shape[-1], False, per_token_kernels.SCALE, factor, softcap)
-
-    def gated(self, x: Tensor, gates: Tensor) -> Tensor:
-        if x.dtype is torch.float64:
-            return super().gated(x, gates)
-        is_whole = gates.shape[1] == x.shape[1]
-        kind = per_token_kernels.GATE if is_whole else per_token_kernels.TOKEN_GATE
-        own, other = alike(x, gates, strided=True)
-        result: Tensor = own.new_empty(x.shape)
-        self._pair(own, other, result, kind)
-        return result if result.dtype is x.dtype else result.to(x.dtype)
-
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        is_plain = total.dtype in DTYPES and total.is_contiguous()
-        if not is_plain or x.dtype is not total.dtype:
-            super().add_to(total, x)
+    def layer_norm_heads(
+        self,
+        qkv: Tensor,
+        columns: range,
+        head_dim: int,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+    ) -> None:
+        dtype = qkv.dtype
+        if dtype not in DTYPES or weight.dtype is not dtype or bias.dtype is not dtype:
+            super().layer_norm_heads(qkv, columns, head_dim, weight, bias, eps)
             return
-        (x,) = alike(x, strided=True)
-        self._pair(total, x, total, per_token_kernels.ADD)
-
-    def _pair(self, own: Tensor, other: Tensor, result: Tensor, kind: int) -> None:
-        """Run `activate` on two matrices with a row for each token."""
-        task = ActivationTask(
-            x=own.data_ptr(),
-            factor=other.data_ptr(),
-            result=result.data_ptr(),
-            num_tokens=len(own),
-            width=own.shape[1],
-            stride=own.stride(0),
-            factor_stride=other.stride(0),
-            kind=kind,
-            dtype=DTYPES[own.dtype],
+        start = address_of(qkv, dtype) + qkv.itemsize * columns.start
+        task = NormTask(
+            x=start,
+            weight=address_of(weight, dtype),
+            bias=address_of(bias, dtype),
+            result=start,
+            num_tokens=len(qkv),
+            width=head_dim,
+            heads=len(columns) // head_dim,
+            stride=qkv.shape[1],
+            centered=True,
+            dtype=DTYPES[dtype],
+            eps=eps,
         )
-        self._run(per_token_kernels.activate, task, result.numel())
-
-    def _activate(
-        self, x: Tensor, width: int, gated: bool, kind: int, scale: float = 1.0, cap: float = 0.0
-    ) -> Tensor:
-        """Activate the first `width` columns of x; if gated, multiply them by the next `width`."""
-        (own,) = alike(x)
-        result: Tensor = own.new_empty(*x.shape[:-1], width)
-        address = address_of(own, own.dtype)
-        task = ActivationTask(
-            x=address,
-            factor=address + own.itemsize * width if gated else 0,
-            result=result.data_ptr(),
-            num_tokens=result.numel() // width if width else 0,
-            width=width,
-            stride=x.shape[-1],
-            factor_stride=x.shape[-1],
-            kind=kind,
-            dtype=DTYPES[own.dtype],
-            scale=scale,
-            cap=cap,
-        )
-        self._run(per_token_kernels.activate, task, result.numel())
-        return result.to(x.dtype)
+        self._run(per_token_kernels.normalize, task, len(qkv) * len(columns))
 
     def rope_and_write(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.attention.attention_arguments import RowSpans
-from gptmanager.kernels.cpu_matmuls import CpuMatmuls
+from gptmanager.kernels.cpu_elementwise import CpuElementwise
 from gptmanager.kernels.recurrent import convolution_loops, delta_loops, state_space_loops
 from gptmanager.kernels.recurrent.convolution import Filter
 from gptmanager.kernels.recurrent.convolution_loops import ConvolutionTask
@@ -26,7 +26,7 @@ from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.threads import address_of
 
 
-class CpuRecurrent(CpuMatmuls):
+class CpuRecurrent(CpuElementwise):
     """The recurrent layers of `CpuKernels`."""
 
     def short_convolution(

@@ -1,4 +1,4 @@
-"""The ops that work token by token: rotation and KV write, norms, activations, conversions.
+"""The ops that work token by token: rotation and KV write, norms, conversions.
 
 A function with the argument `address` computes the parts of a task that its thread claims. Parts
 are ranges of tokens of nearly equal length. The arithmetic of a token depends only on the token.
@@ -7,50 +7,30 @@ are ranges of tokens of nearly equal length. The arithmetic of a token depends o
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.activation_kinds import SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
 from gptmanager.kernels.simd.dtypes import FLOAT32, load_as, move_item, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
     claim,
-    exp2,
     fma,
     get_int,
     get_long,
     keep_lanes,
-    larger,
     load_part,
     loop,
-    mark_nan,
     splat,
     store_part,
     sum_lanes,
     task_at,
-    where_above,
-    where_at_least,
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, task_fields
 
 ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
 LOG2_E = np.float32(1.4426950408889634)
 MINUS_LOG2_E = -LOG2_E
-KINDS: Mapping[Activation, int] = {name: kind for kind, name in enumerate(get_args(Activation))}
-SILU, GELU_ERF, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU = range(6)  # as `Activation` lists them
-# kinds of other ops: `scaled`, `gated` with a gate for each element or each token, and `add_to`
-SCALE, GATE, TOKEN_GATE, ADD = range(6, 10)
-# GELU with tanh is x * logistic(TANH_LINEAR * x + TANH_CUBIC * x^3). TANH_LINEAR is
-# 2 * sqrt(2 / pi), and TANH_CUBIC is 0.044715 times this number.
-TANH_LINEAR, TANH_CUBIC = np.float32(1.5957691216057308), np.float32(0.07135481282565715)
-# Abramowitz and Stegun 7.1.26: erfc with an absolute error of at most 1.5e-7.
-ERFC_STEP = np.float32(0.3275911)
-ERFC_TERMS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-# The series of tanh(x) / x in x^2, for |x| up to TANH_SMALL.
-TANH_TERMS, TANH_SMALL = (62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0), 0.3
-HALF_ROOT = np.float32(0.7071067811865476)
 
 
 class RopeTask(ctypes.Structure):
@@ -76,23 +56,13 @@ class NormTask(ctypes.Structure):
 
     `centered` is true for a layer norm. Each token has `heads` parts of `width` elements that are
     normalized separately. Tokens are `stride` elements apart. `plus` is added to the weights.
+    The weights, and biases if any, of a part are `weight_stride` elements after those of the part
+    before it.
     """
 
     _fields_ = task_fields(
-        "x residual weight bias result num_tokens width heads stride centered dtype", "eps plus"
-    )
-
-
-class ActivationTask(ctypes.Structure):
-    """Addresses and sizes. `factor` has the elements that multiply the activation of `x`.
-
-    Without a gate, `factor` is 0. For the kind ADD, `factor` has the elements to add. Tokens are
-    `stride` elements apart in `x`, `factor_stride` in `factor`, and `width` in `result`. `scale`
-    and `cap` are for the kind SCALE.
-    """
-
-    _fields_ = task_fields(
-        "x factor result num_tokens width stride factor_stride kind dtype", "scale cap"
+        "x residual weight bias result num_tokens width heads stride weight_stride centered dtype",
+        "eps plus",
     )
 
 
@@ -107,7 +77,6 @@ class ConversionTask(ctypes.Structure):
 
 
 ROPE_TASK, NORM_TASK = np.dtype(RopeTask), np.dtype(NormTask)
-ACTIVATION_TASK = np.dtype(ActivationTask)
 CONVERSION_TASK = np.dtype(ConversionTask)
 
 
@@ -248,30 +217,8 @@ def normalize(address: int) -> None:
                     value = load_as(t.dtype, x, start + i, width - i) + value
                     store_as(t.dtype, x, start + i, value, width - i)
             for head in range(t.heads):
-                _normalize_token(t, x, start + head * width, head * width)
+                _normalize_token(t, x, start + head * width, head * t.weight_stride)
         part = claim(address, NEXT_PART)
-
-
-@loop
-def logistic(x: Any) -> Any:
-    return splat(ONE) / (splat(ONE) + exp2(x * splat(MINUS_LOG2_E)))
-
-
-@loop
-def _erfc(z: Any) -> Any:
-    """Return erfc(z) for z >= 0."""
-    step = splat(ONE) / fma(z, splat(ERFC_STEP), splat(ONE))
-    total = splat(np.float32(ERFC_TERMS[0]))
-    for term in ERFC_TERMS[1:]:
-        total = fma(total, step, splat(np.float32(term)))
-    return total * step * exp2(z * z * splat(MINUS_LOG2_E))
-
-
-@loop
-def _gelu_erf(x: Any) -> Any:
-    """Return `x * Phi(x)` as `max(x, 0) - |x| / 2 * erfc(|x| / sqrt(2))`."""
-    size = larger(x, splat(ZERO) - x)
-    return larger(x, splat(ZERO)) - size * splat(np.float32(0.5)) * _erfc(size * splat(HALF_ROOT))
 
 
 def convert(address: int) -> None:
@@ -285,86 +232,4 @@ def convert(address: int) -> None:
                 if i < t.given:
                     value = load_as(t.x_dtype, t.x, token * t.stride + i, t.given - i)
                 store_as(t.dtype, t.result, token * t.result_stride + i, value, t.width - i)
-        part = claim(address, NEXT_PART)
-
-
-@loop
-def _activated(t: Any, x: Any) -> Any:
-    if t.kind == SILU:
-        return x * logistic(x)
-    if t.kind == GELU_TANH:
-        return x * logistic(x * fma(x * x, splat(TANH_CUBIC), splat(TANH_LINEAR)))
-    if t.kind == GELU_ERF:
-        return _gelu_erf(x)
-    positive = mark_nan(larger(x, splat(ZERO)), x)
-    return positive * positive if t.kind == RELU2 else positive
-
-
-@loop
-def _clamped(x: Any, low: float, high: float) -> Any:
-    zero = splat(ZERO)
-    limited = zero - larger(zero - larger(x, splat(np.float32(low))), splat(np.float32(-high)))
-    return mark_nan(limited, x)
-
-
-@loop
-def _clamped_swiglu(gate: Any, up: Any) -> Any:
-    """Return `(up + 1) * gate * sigmoid(1.702 * gate)` of clamped values, as in gpt-oss."""
-    gate = _clamped(gate, -np.inf, SWIGLU_LIMIT)
-    up = _clamped(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
-    return (up + splat(ONE)) * gate * logistic(gate * splat(np.float32(SWIGLU_SLOPE)))
-
-
-@loop
-def soft_capped(x: Any, cap: float) -> Any:
-    """Return `cap * tanh(x / cap)`, accurate even where x is far smaller than the cap.
-
-    For the exponential, `x / cap` is clamped to -15..15, because tanh(15) is 1 in float32.
-    """
-    ratio = x * splat(np.float32(1.0 / cap))
-    square = ratio * ratio
-    series = splat(np.float32(TANH_TERMS[0]))
-    for term in TANH_TERMS[1:]:
-        series = fma(series, square, splat(np.float32(term)))
-    e = exp2(_clamped(ratio, -15.0, 15.0) * splat(np.float32(2.0) * LOG2_E))
-    size, small = larger(ratio, splat(ZERO) - ratio), splat(np.float32(TANH_SMALL))
-    far = where_above(size, small, (e - splat(ONE)) / (e + splat(ONE)))
-    near = where_at_least(small, size, series * ratio)
-    return mark_nan(far + near, x) * splat(np.float32(cap))
-
-
-@loop
-def _scaled(t: Any, x: Any) -> Any:
-    value = x * splat(np.float32(t.scale))
-    return soft_capped(value, t.cap) if t.cap else value
-
-
-def activate(address: int) -> None:
-    """Compute the activation of `x`, times `factor` if there is one, or another op by its kind."""
-    t = task_at(address, ACTIVATION_TASK)
-    part = claim(address, NEXT_PART)
-    while part < t.num_parts:
-        for token in share_of(t, part):
-            start, other = token * t.stride, token * t.factor_stride
-            gate = splat(ZERO)
-            if t.kind == TOKEN_GATE:
-                gate = logistic(splat(sum_lanes(load_as(t.dtype, t.factor, other, 1))))
-            for i in range(0, t.width, LANES):
-                value = load_as(t.dtype, t.x, start + i, t.width - i)
-                factor = splat(ONE)
-                if t.factor and t.kind != TOKEN_GATE:
-                    factor = load_as(t.dtype, t.factor, other + i, t.width - i)
-                if t.kind == SCALE:
-                    value = _scaled(t, value)
-                elif t.kind == CLAMPED_SWIGLU:
-                    value = _clamped_swiglu(value, factor)
-                elif t.kind == GATE:
-                    value = value * logistic(factor)
-                elif t.kind == TOKEN_GATE:
-                    value = value * gate
-                elif t.kind == ADD:
-                    value = value + factor
-                else:
-                    value = _activated(t, value) * factor
-                store_as(t.dtype, t.result, token * t.width + i, value, t.width - i)
         part = claim(address, NEXT_PART)

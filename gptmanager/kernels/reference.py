@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptmanager.kernels.activation_kinds import Activation, activate, activate_gated
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.attention.head_ops import HeadOps
 from gptmanager.kernels.attention.paged_formulas import (
@@ -33,7 +31,7 @@ from gptmanager.kernels.attention.paged_formulas import (
     widened,
     write_heads,
 )
-from gptmanager.kernels.captured_step import StepCapture
+from gptmanager.kernels.capture.captured_step import StepCapture
 from gptmanager.kernels.experts.mixture import MixtureOps
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, plain
@@ -208,10 +206,6 @@ class Kernels(RecurrentOps, MixtureOps, HeadOps):
         """`embedded [T, C] += embedding(ids, table)`, in place."""
         embedded += self.embedding(ids, table)
 
-    def add_to(self, total: Tensor, x: Tensor) -> None:
-        """`total [T, C] += x [T, C]`, in place."""
-        total += x
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight [C]` over the last dimension, in x's dtype.
 
@@ -289,31 +283,22 @@ class Kernels(RecurrentOps, MixtureOps, HeadOps):
         normed = (heads * torch.rsqrt(mean + eps)).flatten(1) * (widened(weight) + plus_one)
         own.copy_(normed)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` -> `[T, F]`, where `gate_up [T, 2F]` has the gate, then up."""
-        return self.activate(gate_up, "silu", gated=True)
+    def layer_norm_heads(
+        self,
+        qkv: Tensor,
+        columns: range,
+        head_dim: int,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+    ) -> None:
+        """Apply one `layer_norm` to each head (`head_dim` columns) in `columns`, in place.
 
-    def gelu(self, x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-        """`x * Phi(x)` by erf ("none", BERT and GPT-J) or by tanh ("tanh", GPT-2)."""
-        return self.activate(x, "gelu_tanh" if approximate == "tanh" else "gelu", gated=False)
-
-    def activate(self, x: Tensor, activation: Activation, gated: bool) -> Tensor:
-        """`activation(x)`, or `activate_gated` of the two halves (gate, up) of each row of x."""
-
-        def activated(own: Tensor) -> Tensor:
-            if gated:
-                gate, up = own.chunk(2, dim=-1)
-                return activate_gated(gate, up, activation)
-            return activate(own, activation)
-
-        return self._each(activated, widened(x)).to(x.dtype)
-
-    def scaled(self, x: Tensor, factor: float, softcap: float = 0.0) -> Tensor:
-        """`x * factor` in x's dtype; with `softcap`, `softcap * tanh(x * factor / softcap)`."""
-        result = widened(x) * factor
-        if softcap:
-            result = softcap * self._each(torch.tanh, result / softcap)
-        return result.to(x.dtype)
+        All heads have the same `weight [head_dim]` and `bias [head_dim]`.
+        """
+        own = qkv[:, columns.start : columns.stop]
+        heads = own.reshape(-1, head_dim).contiguous()
+        own.copy_(self.layer_norm(heads, weight, bias, eps).view_as(own))
 
     def rope_and_write(
         self,

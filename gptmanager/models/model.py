@@ -17,7 +17,7 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
-from gptmanager.kernels.captured_step import Begin, StepCapture, ignore
+from gptmanager.kernels.capture.captured_step import Begin, StepCapture, ignore
 from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder

@@ -16,7 +16,7 @@ import torch
 
 from gptmanager.arguments import at_least
 from gptmanager.errors import ConfigError, quoted
-from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.activations.activation_kinds import Activation
 from gptmanager.memory.checkpoint.untrusted_files import check_depth
 from gptmanager.models.families import FAMILIES, Family
 from gptmanager.models.families.config_fields import refuse_unread

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.activations.activation_kinds import Activation
 from gptmanager.kernels.attention.attention_arguments import AttentionShape
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.memory.kv_pool import PageShape

@@ -5,7 +5,7 @@ import torch
 from kernel_values import DTYPES, close, randn
 
 from gptmanager.cuda.activations import activate, activate_gated
-from gptmanager.kernels import activation_kinds as torch_kinds
+from gptmanager.kernels.activations import activation_kinds as torch_kinds
 
 pytestmark = pytest.mark.every(3)
 

@@ -11,7 +11,7 @@ from kernel_values import DTYPES, close, exact, on, randn, rounded
 from gptmanager.cuda import moe
 from gptmanager.cuda.gemm.byte_rows import Fp8Rows, Int8Rows
 from gptmanager.cuda.kernels import CudaKernels
-from gptmanager.kernels.activation_kinds import activate, activate_gated
+from gptmanager.kernels.activations.activation_kinds import activate, activate_gated
 from gptmanager.kernels.experts import routing as reference
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import CONFIGS, PagedDriver, checkpoint, random_state
+from family_configs import FAMILY_CONFIGS, VARIANTS
 from family_runs import family_folder
 from packed_logits import random_tokens, reference
 from torch import Tensor
@@ -19,8 +20,9 @@ from torch import Tensor
 from gptmanager import GptManager, ModelType, OptionalParams
 from gptmanager.callbacks import RequestQueue
 from gptmanager.executor.runner import Runner
-from gptmanager.kernels import CpuKernels, Kernels, captured_step
-from gptmanager.kernels.captured_step import StepCapture
+from gptmanager.kernels import CpuKernels, Kernels
+from gptmanager.kernels.capture import captured_step
+from gptmanager.kernels.capture.captured_step import StepCapture
 from gptmanager.kernels.gemm.matmul_plan import packing_pays
 from gptmanager.kernels.simd.threads import Team
 from gptmanager.models import load_model
@@ -80,14 +82,8 @@ def test_every_family_has_the_bits_of_steps_op_by_op(
 
 @needs_packing
 @pytest.mark.parametrize("weights", [None, "int8"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "glm4_moe", "qwen3_5_text", "olmo2"),
-        *("phi", "deepseek_v2", "deepseek_v3"),
-    ],
-)
-@pytest.mark.every(4)
+@pytest.mark.parametrize("name", [*FAMILY_CONFIGS, *VARIANTS])
+@pytest.mark.every(16)
 def test_what_sets_families_apart_is_computed_anew_in_each_recorded_step(
     name: str, weights: Any, no_op_runs: Callable[[], None]
 ) -> None:

@@ -78,6 +78,13 @@ def test_norms_and_activations_touch_nothing_behind_a_tensor(dtype: torch.dtype)
     CPU.silu_mul(x)
     CPU.gelu(x)
     CPU.gelu(x, "tanh")
+    CPU.activate_times(x[:, :WIDTH], "silu", residual[:, WIDTH:])
+    CPU.xielu(x, guarded(torch.tensor([0.3, -1.2]).to(dtype)))
+    CPU.scale_rows(x, guarded(torch.ones(3, 1, dtype=dtype)))
+    CPU.scale_rows(x, guarded(torch.ones(1)))
+    CPU.clamp(x, 1.0)
+    one = guarded(weight[:WIDTH]), guarded(bias[:WIDTH])
+    CPU.layer_norm_heads(x, range(WIDTH, 2 * WIDTH), WIDTH, *one, 1e-5)
 
 
 @dtypes

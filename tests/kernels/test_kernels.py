@@ -18,7 +18,7 @@ from kernel_cases import CPU, Cache, Sizes, new_pages, randn, rope_arguments, te
 from torch import Tensor
 
 from gptmanager.kernels import CpuKernels, Kernels
-from gptmanager.kernels.activation_kinds import Activation, activate
+from gptmanager.kernels.activations.activation_kinds import Activation, activate, xielu
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.threads import Team, end_threads_of_caller
@@ -341,6 +341,57 @@ def test_gates_and_sums_of_rows_that_lie_apart(kernels: Kernels, tokens: int, wi
 
 
 @both_kernels
+@pytest.mark.parametrize("width", [1, 16, WIDTH])
+def test_factors_of_activations_and_of_rows(kernels: Kernels, width: int) -> None:
+    x, factors = randn(5, width), randn(5, 3, width)[:, 1]
+    wanted = torch.nn.functional.silu(x.double()) * factors.double()
+    close(kernels.activate_times(x.clone(), "silu", factors), wanted, 2e-5)
+    for by in (randn(5, 1), randn(1)):
+        for dtype in (torch.float32, torch.bfloat16):
+            own, scaled = by.to(dtype), x.clone()
+            kernels.scale_rows(scaled, own)
+            close(scaled, x.double() * own.double(), 2e-5)
+        narrow = x.bfloat16()
+        kernels.scale_rows(narrow, by)  # the factors are not rounded
+        assert torch.equal(narrow, (x.bfloat16().float() * by).bfloat16())
+
+
+@both_kernels
+def test_clamped_numbers(kernels: Kernels) -> None:
+    x = torch.tensor([[-torch.inf, -2.5, -2.0, -0.0, 1.9, torch.nan], [3.0, torch.inf, *4 * [0.0]]])
+    wanted = x.clamp(-2.0, 2.0)
+    kernels.clamp(x, 2.0)
+    assert torch.equal(x.nan_to_num(9.0), wanted.nan_to_num(9.0))
+
+
+@both_kernels
+def test_xielu_of_numbers_of_any_size(kernels: Kernels) -> None:
+    """Near zero, the difference exp(x) - 1 - x is far smaller than its terms."""
+    sizes = torch.logspace(-8, 2, 301)
+    x = torch.cat([sizes, -sizes, torch.tensor([0.0, -0.5, -1e-6])]).view(5, -1)
+    for numbers in (torch.tensor([0.3, -1.2]), torch.tensor([-4.0, 2.0], dtype=torch.bfloat16)):
+        got = kernels.xielu(x, numbers).double()
+        wanted = xielu(x.double(), numbers.double())
+        assert ((got - wanted).abs() <= 5e-7 * (wanted.abs() + x.abs())).all()
+    lost = kernels.xielu(torch.tensor([[torch.nan, 1.0, torch.inf]]), torch.tensor([0.3, 0.3]))
+    assert lost[0].isnan().tolist() == [True, False, False] and lost[0, 2] == torch.inf
+
+
+@both_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_norms_of_heads_with_one_weight_and_bias(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    qkv, weight, bias = randn(5, 3 * WIDTH).to(dtype), randn(WIDTH).to(dtype), randn(WIDTH, seed=1)
+    wanted = qkv.clone()
+    for head in (1, 2):
+        own = wanted[:, head * WIDTH : (head + 1) * WIDTH]
+        own.copy_(Kernels().layer_norm(own.contiguous(), weight, bias.to(dtype), 1e-5))
+    kernels.layer_norm_heads(qkv, range(WIDTH, 3 * WIDTH), WIDTH, weight, bias.to(dtype), 1e-5)
+    close(qkv, wanted.double(), 2e-5 if dtype is torch.float32 else 0.01)
+
+
+@both_kernels
 @pytest.mark.parametrize("width", [1, 40])
 def test_a_gate_that_is_not_a_number_makes_its_rows_so(kernels: Kernels, width: int) -> None:
     gates = torch.zeros(3, width)
@@ -411,6 +462,8 @@ OPS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
     "gated": lambda x, dtype: CPU.gated(x, x.flip(1)),
     "gated_tokens": lambda x, dtype: CPU.gated(x, x[:, 5:6]),
     "gelu_tanh": lambda x, dtype: CPU.gelu(x, "tanh"),
+    "activate_times": lambda x, dtype: CPU.activate_times(x, "gelu_tanh", x.flip(1)),
+    "xielu": lambda x, dtype: CPU.xielu(x, torch.tensor([0.3, -1.2])),
     "linear": lambda x, dtype: CpuKernels(deterministic=True).linear(
         x, randn(100, WIDTH).to(dtype)
     ),

@@ -14,7 +14,7 @@ from gptmanager import (
 )
 from gptmanager.callbacks import RequestQueue
 from gptmanager.executor.runner import StepSignal
-from gptmanager.kernels import captured_step
+from gptmanager.kernels.capture import captured_step
 from gptmanager.kernels.gemm.matmul_plan import packing_pays
 from gptmanager.manager.gpt_manager import before_steps
 

@@ -122,6 +122,8 @@ OPS = {
     "silu_mul": lambda kernels, x: kernels.silu_mul(torch.cat([x, x.flip(1)], dim=1)),
     "gelu": lambda kernels, x: kernels.gelu(x),
     "gelu_tanh": lambda kernels, x: kernels.gelu(x, "tanh"),
+    "activate_times": lambda kernels, x: kernels.activate_times(x, "gelu", x.flip(1)),
+    "xielu": lambda kernels, x: kernels.xielu(x, x[0, :2].clone()),
     "linear_heads": lambda kernels, x: kernels.linear_heads(
         x.view(len(x), 7, 11), x[:1].view(7, 11, 1) * x[0]
     ),

@@ -95,6 +95,8 @@ _RULES = "test_provider_rules test_providers"
 _EXPERTS = "test_cpu_experts"
 _INT4 = "test_int4_matmul test_int4_rounding"
 _CPU = {
+    "activation_kinds.py": "test_kernels test_float64",
+    "activation_loops.py": "test_kernel_memory test_kernels",
     "adapter_arguments.py": "test_adapter_kernels",
     "adapter_formulas.py": "test_adapter_kernels",
     "adapter_intrinsics.py": "test_kernel_memory test_adapter_kernels",
@@ -106,10 +108,12 @@ _CPU = {
     "head_ops.py": "test_kernels test_float64 test_deterministic_families",
     "convolution.py": "test_short_convolution test_delta_rule",
     "convolution_loops.py": "test_short_convolution test_delta_rule test_state_space",
+    "cpu_elementwise.py": "test_kernel_memory test_kernels test_float64",
     "cpu_experts.py": _EXPERTS,
     "cpu_recurrent.py": "test_delta_rule test_short_convolution test_state_space",
     "delta_formulas.py": "test_delta_rule",
     "delta_loops.py": "test_delta_rule",
+    "elementwise_ops.py": "test_kernels test_float64 test_deterministic_families",
     "grouped_matmul.py": _EXPERTS,
     "int4_activations.py": _INT4,
     "int4_groups.py": _INT4,

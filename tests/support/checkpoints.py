@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gptmanager.bench.load import random_llama
-from gptmanager.kernels.captured_step import StepCapture
+from gptmanager.kernels.capture.captured_step import StepCapture
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.memory import KvPool
 from gptmanager.models import Batch, Model

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from gptmanager.kernels.activations.activation_loops import soft_capped
 from gptmanager.kernels.attention.attention_task import TASK, areas_at, padded, span_of, tile_tokens
 from gptmanager.kernels.gemm.small_matmul import multiply, transpose
-from gptmanager.kernels.per_token_kernels import soft_capped
 from gptmanager.kernels.simd.dtypes import FLOAT32, load_as, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.activations.activation_kinds import Activation
 from gptmanager.kernels.attention.paged_formulas import widened
 from gptmanager.kernels.experts.routing import Routing, choose_experts
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized

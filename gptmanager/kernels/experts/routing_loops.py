@@ -16,8 +16,9 @@ from typing import Any, get_args
 
 import numpy as np
 
+from gptmanager.kernels.activations.activation_loops import logistic
 from gptmanager.kernels.experts.routing import Score
-from gptmanager.kernels.per_token_kernels import LOG2_E, ONE, ZERO, logistic, share_of
+from gptmanager.kernels.per_token_kernels import LOG2_E, ONE, ZERO, share_of
 from gptmanager.kernels.simd.dtypes import FLOAT32, load_as, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from gptmanager.kernels.activations.activation_loops import logistic
 from gptmanager.kernels.gemm.matrix_tiles import PANELS
-from gptmanager.kernels.per_token_kernels import logistic
 from gptmanager.kernels.simd.dtypes import load_as, store_as
 from gptmanager.kernels.simd.lanes import LANES, claim, load, load_part, loop
 from gptmanager.kernels.simd.threads import NEXT_THREAD, task_fields

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from gptmanager.kernels.per_token_kernels import MINUS_LOG2_E, ZERO
+from gptmanager.kernels.per_token_kernels import ZERO
 from gptmanager.kernels.simd.lanes import (
     LANES,
-    exp2,
     fma,
     get,
-    larger,
     load,
     load_part,
     loop,
@@ -28,25 +24,6 @@ from gptmanager.kernels.simd.lanes import (
 )
 
 WIDTH = 2 * LANES  # the columns of a memory that a thread updates at a time
-TWO = np.float32(2.0)
-# Coefficients of the series of atanh(x) / x in powers of x^2, highest first, for x up to 1/3.
-ATANH_TERMS = (1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0)
-
-
-@loop
-def softplus(x: Any) -> Any:
-    """Return log(1 + exp(x)), with a small relative error even if the result is small.
-
-    With e = exp(-|x|), log(1 + e) = 2 atanh(e / (2 + e)).
-    """
-    size = larger(x, splat(ZERO) - x)
-    e = exp2(size * splat(MINUS_LOG2_E))
-    ratio = e / (e + splat(TWO))
-    square = ratio * ratio
-    series = splat(np.float32(ATANH_TERMS[0]))
-    for term in ATANH_TERMS[1:]:
-        series = fma(series, square, splat(np.float32(term)))
-    return larger(x, splat(ZERO)) + splat(TWO) * ratio * series
 
 
 @loop

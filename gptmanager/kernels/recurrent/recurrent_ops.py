@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gptmanager.kernels.attention.attention_arguments import RowSpans
 from gptmanager.kernels.attention.paged_formulas import widened
+from gptmanager.kernels.elementwise_ops import ElementwiseOps
 from gptmanager.kernels.recurrent.convolution import Filter, convolve
 from gptmanager.kernels.recurrent.delta_formulas import (
     DeltaShape,
@@ -30,10 +31,8 @@ from gptmanager.kernels.recurrent.state_space_formulas import (
 )
 
 
-class RecurrentOps:
-    """The ops of recurrent layers. `deterministic` is as in `Kernels`."""
-
-    deterministic: bool
+class RecurrentOps(ElementwiseOps):
+    """The ops of recurrent layers."""
 
     def captures_delta(self, shape: DeltaShape) -> bool:
         """Return whether CUDA graphs can contain `gated_delta`.
@@ -45,10 +44,6 @@ class RecurrentOps:
     def captures_state_space(self, shape: StateSpaceShape) -> bool:
         """Return the same for `state_space`."""
         return False
-
-    def gated(self, x: Tensor, gates: Tensor) -> Tensor:
-        """`x * sigmoid(gates)`, in x's dtype. x is `[T, N]`, gates are `[T, N]` or `[T, 1]`."""
-        return (widened(x) * self.elementwise(torch.sigmoid, widened(gates))).to(x.dtype)
 
     def gated_delta(
         self,
@@ -162,17 +157,3 @@ class RecurrentOps:
                 yield from ((slice(it, it + 1), slots[row : row + 1]) for it in range(start, stop))
             elif stop - start > 1:
                 yield slice(start, stop), slots[row : row + 1]
-
-    def _each(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `op(x [T, ...])`, computed token by token if deterministic."""
-        if not self.deterministic or len(x) < 2:
-            return op(x)
-        return torch.cat([op(own) for own in torch.split(x, 1)])
-
-    def elementwise(self, op: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return `op(x [T, ...])` for an elementwise `op`. On the CPU, `_each` computes it.
-
-        On the CPU, torch computes the last elements of each thread's share without SIMD, so their
-        bits would depend on their place.
-        """
-        return self._each(op, x) if x.device.type == "cpu" else op(x)

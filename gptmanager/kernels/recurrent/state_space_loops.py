@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.per_token_kernels import LOG2_E, MINUS_LOG2_E, ONE, ZERO, logistic
+from gptmanager.kernels.activations.activation_loops import logistic, softplus
+from gptmanager.kernels.per_token_kernels import LOG2_E, MINUS_LOG2_E, ONE, ZERO
 from gptmanager.kernels.recurrent.convolution_loops import BLOCK, convolved, keep_inputs
 from gptmanager.kernels.recurrent.memory_loops import (
     WIDTH,
     advance,
     load_tile,
-    softplus,
     store_tile,
 )
 from gptmanager.kernels.simd.dtypes import load_as, store_as

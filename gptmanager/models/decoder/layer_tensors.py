@@ -116,7 +116,8 @@ class ExpertLayer(NamedTuple):
 
 
 class DenseLayer(NamedTuple):
-    """A dense MLP. `up_name` and `down_name`: see `matrix_names`. `xielu`: see `activations`."""
+    """A dense MLP. `up_name` and `down_name`: see `matrix_names`. `xielu`: the numbers
+    of `Kernels.xielu`, or None if the MLP has another activation."""
 
     mlp: Mlp
     up: Affine

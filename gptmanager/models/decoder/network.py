@@ -14,19 +14,13 @@ import torch
 from torch import Tensor
 
 from gptmanager.kernels.attention.attention_arguments import RowSpans
-from gptmanager.kernels.captured_step import Begin, StepCapture, ignore
+from gptmanager.kernels.capture.captured_step import Begin, StepCapture, ignore
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
 from gptmanager.kernels.reference import Ints, Kernels
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.memory.weights import Weights
 from gptmanager.models.batch import Batch
-from gptmanager.models.decoder.activations import activate_mlp
-from gptmanager.models.decoder.attention_inputs import (
-    norm_heads,
-    scaled_by_temperature,
-    without_heads,
-)
-from gptmanager.models.decoder.cos_sin_tables import CosSinTables
+from gptmanager.models.decoder.attention_inputs import norm_heads, without_heads
 from gptmanager.models.decoder.expert_mixture import mix_apart, mix_experts
 from gptmanager.models.decoder.latent_attention import attend_to_latents, latent_tensors
 from gptmanager.models.decoder.layer_tensors import (
@@ -38,6 +32,7 @@ from gptmanager.models.decoder.layer_tensors import (
     layer_tensors,
 )
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
+from gptmanager.models.decoder.position_tables import PositionTables
 from gptmanager.models.decoder.recurrent_layer import recurrent_layer
 from gptmanager.models.decoder.split_norms import norm_over_ranks
 from gptmanager.models.decoder.token_embedding import TokenEmbedding
@@ -99,19 +94,19 @@ class CheckpointModel:
         self._token_inputs = None
         if spec.token_inputs is not None:
             self._token_inputs = TokenInputTensors(spec, spec.token_inputs, weights, kernels)
-        self._rotary = CosSinTables((layer.rope for layer in self._layers), device)
+        self._tables = PositionTables(self._layers, spec.dtype, device)
 
     @property
     def nbytes(self) -> int:
         return self.weights.nbytes
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Create the RoPE tables for sequences of up to `num_positions` tokens.
+        """Create the tables by position for sequences of up to `num_positions` tokens.
 
         Without a call, the first `forward` creates the tables for the spec's `max_seq_len` tokens.
         Raises ConfigError if values overflow float32 or memory does not suffice.
         """
-        self._rotary.reserve(num_positions)
+        self._tables.reserve(num_positions)
 
     @property
     def adapter_modules(self) -> dict[int, LoraModule]:
@@ -142,8 +137,8 @@ class CheckpointModel:
 
         A rank that computes no logits returns `[S, 0]`.
         """
-        if self._rotary.all is None:
-            self._rotary.reserve(self.spec.max_seq_len)
+        if self._tables.all is None:
+            self._tables.reserve(self.spec.max_seq_len)
         rows = self._kernels.begin(
             *(self.attention_shapes, batch.rows, batch.plan),
             num_tokens=len(batch.token_ids),
@@ -194,7 +189,7 @@ class CheckpointModel:
             changes: dict[str, Any] = dict(zip(_CAPTURED, own, strict=True))
             return self.forward(replace(batch, **changes), kv_pool)
 
-        return capture.run(inputs, self._rotary.all, compute, begin)
+        return capture.run(inputs, self._tables.all, compute, begin)
 
     def _begin(self, batch: Batch) -> Tensor:
         """Return the first layer's residual `[T, C]`, received from the previous stage if any."""
@@ -256,7 +251,7 @@ class CheckpointModel:
             own = [self._project(hidden, it, layer, n, adapters) for it, n in recurrent.matrices]
             return recurrent.attend(self._kernels, own, kv_pool, rows)
         pages = layer.pages.of(kv_pool)
-        cos_sin = self._rotary.by_rope.get(layer.rope)
+        cos_sin = self._tables.by_rope.get(layer.rope)
         latent = self._latents[layer.number]
         if latent is not None:
             given = layer, latent, hidden, positions, cos_sin, pages, rows
@@ -264,12 +259,12 @@ class CheckpointModel:
         assert layer.qkv is not None
         qkv = self._project(hidden, layer.qkv, layer, layer.qkv_name, adapters)
         if self.spec.qkv_limit:
-            qkv.clamp_(-self.spec.qkv_limit, self.spec.qkv_limit)
+            self._kernels.clamp(qkv, self.spec.qkv_limit)
         if width := self._gate_widths[layer.number]:
             gates, qkv = qkv[:, :width], qkv[:, width:]
         if layer.pages.keys_as_values:
             width = layer.attention.num_heads * layer.attention.head_dim
-            qkv = torch.cat((qkv, qkv[:, width:]), dim=1)
+            qkv = self._kernels.joined(qkv, qkv[:, width:])
         self._norm_heads(layer, qkv)
         queries = self._kernels.rope_and_write(
             qkv,
@@ -283,7 +278,7 @@ class CheckpointModel:
             layer.attention.late_norm,
             layer.attention.plus_one,
         )
-        queries = scaled_by_temperature(queries, positions, layer.temperature)
+        self._tables.scale(self._kernels, queries, positions, layer.temperature)
         mixed = self._kernels.attention(queries, pages, rows, layer.attention, layer.sinks)
         return mixed if gates is None else self._kernels.gated(mixed, gates)
 
@@ -336,7 +331,7 @@ class CheckpointModel:
         if self._token_inputs is not None and inputs is not None:
             self._token_inputs.add(layer, residual, inputs)
         if layer.end.scale is not None:
-            residual *= layer.end.scale
+            self._kernels.scale_rows(residual, layer.end.scale)
         return self._norm(residual, layer.next_norm)
 
     def _mlp(
@@ -352,7 +347,10 @@ class CheckpointModel:
         mlp = own.mlp
         if mlp.activation != "silu" or not mlp.gated:
             up = self._project(hidden, own.up, layer, own.up_name, adapters)
-            activated = activate_mlp(self._kernels, up, own)
+            if own.xielu is not None:
+                activated = self._kernels.xielu(up, own.xielu)
+            else:
+                activated = self._kernels.activate(up, mlp.activation, mlp.gated)
         elif adapters is None:
             activated = self._kernels.linear_silu_mul(hidden, *own.up)
         else:  # adapters add to the input of the activation

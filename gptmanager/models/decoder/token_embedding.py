@@ -33,9 +33,8 @@ class TokenEmbedding:
             own = batch.prompt_embeddings.to(embedded)
             embedded = embedded.index_copy(0, batch.prompt_index, own)
         if self._positions is not None:
-            offset = self._spec.position_offset
-            positions = batch.positions + offset if offset else batch.positions
-            self._kernels.add_embedding(embedded, positions, self._positions)
+            table = self._positions[self._spec.position_offset :]
+            self._kernels.add_embedding(embedded, batch.positions, table)
         return embedded
 
     def _look_up(self, ids: Tensor) -> Tensor:

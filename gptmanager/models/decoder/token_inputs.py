@@ -41,7 +41,8 @@ class TokenInputTensors:
         normed = kernels.rms_norm(
             projected.view(-1, width), self._norm, self._eps, self._plus_one
         ).view_as(embedded)
-        return kernels.scaled(normed + embedded, 0.5**0.5).view(len(ids), -1, width)
+        kernels.add_to(normed, embedded)
+        return kernels.scaled(normed, 0.5**0.5).view(len(ids), -1, width)
 
     def add(self, layer: LayerTensors, residual: Tensor, inputs: Tensor) -> None:
         """Gate, project and normalize a layer's part of `inputs`; add the result to `residual`.
@@ -51,9 +52,10 @@ class TokenInputTensors:
         assert layer.end is not None and layer.end.token_input is not None
         own, activation = layer.end.token_input, self._activations[layer.number]
         gate = self._kernels.linear(residual, own.gate)
-        gated = self._kernels.activate(gate, activation, gated=False) * inputs[:, layer.number]
+        gated = self._kernels.activate_times(gate, activation, inputs[:, layer.number])
         out = self._kernels.linear(gated, own.out)
-        residual += self._kernels.rms_norm(out, own.norm.weight, self._eps, self._plus_one)
+        out = self._kernels.rms_norm(out, own.norm.weight, self._eps, self._plus_one)
+        self._kernels.add_to(residual, out)
 
 
 def of_sampled(inputs: Tensor | None, index: Tensor) -> Tensor | None:

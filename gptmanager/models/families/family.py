@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gptmanager.kernels.activation_kinds import Activation
+from gptmanager.kernels.activations.activation_kinds import Activation
 from gptmanager.models.families.layer_types import Concerned
 from gptmanager.models.families.names import LLAMA, Tensors
 from gptmanager.models.fields import Decision, Fields

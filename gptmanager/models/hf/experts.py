@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from gptmanager.kernels.activation_kinds import Activation, activate, activate_gated
+from gptmanager.kernels.activations.activation_kinds import Activation, activate, activate_gated
 from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.reference import Kernels

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptmanager.kernels.capture.task_list import TaskList, run_tasks
 from gptmanager.kernels.simd.machine_code import compiled
 from gptmanager.kernels.simd.threads import COUNTER_BYTES, Team
-from gptmanager.kernels.task_list import TaskList, run_tasks
 from gptmanager.kernels.torch_operations import TorchOperations
 from gptmanager.lifecycle.clock import perf_counter
 

@@ -1,4 +1,4 @@
-"""The activations of MLPs by name, in torch."""
+"""The activations of MLPs by name, and xIELU, in torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,6 +14,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swig
 
 # For "clamped_swiglu": the limit of gate and up values, and the factor within the sigmoid.
 SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 
 _PLAIN: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -34,3 +36,11 @@ def activate_gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return activate(gate, activation) * up
     gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
     return (up + 1) * gate * (SWIGLU_SLOPE * gate).sigmoid()
+
+
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """Return xIELU (arXiv:2411.13010) of each element. `numbers [2]` follow from its two slopes."""
+    positive, negative = F.softplus(numbers)
+    right = positive * x * x
+    left = (torch.expm1(x.clamp(max=XIELU_EPS)) - x) * (negative + XIELU_BETA)
+    return torch.where(x > 0, right, left) + XIELU_BETA * x

@@ -1,0 +1,1 @@
+"""Activations of MLPs, and other ops on single elements."""

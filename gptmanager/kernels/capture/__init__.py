@@ -1,0 +1,1 @@
+"""Generation steps captured as lists of tasks."""
