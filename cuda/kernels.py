@@ -292,6 +292,9 @@ class CudaKernels(RecurrentKernels):
         activations.activate_gated(self._launcher, out, x, activation)
         return out
 
+    def activate_times(self, x: Tensor, activation: Activation, factors: Tensor) -> Tensor:
+        return self.activate(x, activation, gated=False) * factors
+
     def rope_and_write(
         self,
         qkv: Tensor,

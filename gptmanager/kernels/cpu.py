@@ -346,6 +346,7 @@ class CpuKernels(CpuExperts):
         task.chunked = shape.chunked
         task.scale, task.softcap = shape.scale, shape.softcap
         if sinks is not None:
+            (sinks,) = alike(sinks)
             task.sinks, task.sink_dtype = address_of(sinks, sinks.dtype), DTYPES[sinks.dtype]
         self._team.run(compiled(paged_attention.attention), task, size)
         return result if result.dtype is q.dtype else result.to(q.dtype)

@@ -69,7 +69,7 @@ class CpuElementwise(CpuMatmuls):
     def _paired(self, x: Tensor, other: Tensor, kind: int) -> Tensor:
         """Run `activate` on two matrices; return the result in x's dtype."""
         own, other = alike(x, other, strided=True)
-        result: Tensor = own.new_empty(x.shape)
+        result: Tensor = own.new_empty(*x.shape)
         self._pair(own, other, result, kind)
         return result if result.dtype is x.dtype else result.to(x.dtype)
 

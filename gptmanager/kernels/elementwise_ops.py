@@ -62,7 +62,7 @@ class ElementwiseOps:
     def activate_times(self, x: Tensor, activation: Activation, factors: Tensor) -> Tensor:
         """`activation(x [T, N]) * factors [T, N]`, in x's dtype."""
         activated = self.elementwise(lambda it: activate(it, activation), widened(x))
-        return (activated * widened(factors)).to(x.dtype)
+        return (activated * factors).to(x.dtype)
 
     def xielu(self, x: Tensor, numbers: Tensor) -> Tensor:
         """xIELU of `x [T, N]` in x's dtype; `activation_kinds.xielu` explains `numbers [2]`."""
@@ -71,7 +71,7 @@ class ElementwiseOps:
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> None:
         """`x [T, N] *= factors`, in place. `factors` is `[T, 1]`, or `[1]` for all tokens."""
-        x.copy_(widened(x) * widened(factors))
+        x.mul_(factors)  # torch multiplies in the wider dtype
 
     def clamp(self, x: Tensor, limit: float) -> None:
         """Limit the magnitude of each element of x to `limit`, in place; NaN stays NaN."""

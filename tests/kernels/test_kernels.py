@@ -133,6 +133,16 @@ def test_heads_with_a_score_without_a_value(kernels: Kernels, dtype: torch.dtype
         close(capped, textbook_attention(pages, 0.5, sinks))
 
 
+def test_scores_in_a_dtype_that_the_processor_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without F16C, a model in float16 has pages in float32."""
+    pages, sinks = new_pages(SHAPES[0], ROWS), torch.ones(SHAPES[0].heads, dtype=torch.float16)
+    monkeypatch.delitem(DTYPES, torch.float16, raising=False)
+    found, wanted = pages.attend_all(CPU, sinks=sinks), textbook_attention(pages, sinks=sinks)
+    close(found, wanted)
+
+
 @both_kernels
 def test_attention_over_8_bit_pages(kernels: Kernels) -> None:
     pages = new_pages(SHAPES[0], ROWS)
