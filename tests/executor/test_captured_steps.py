@@ -33,6 +33,10 @@ needs_packing = pytest.mark.skipif(
     reason="torch computes the matmuls on this processor, and steps are not captured",
 )
 PROMPTS = 3, 11, 6
+# In these two, experts have 48 rows, which no panels fit, so torch computes them.
+NAMES = [
+    it for it in (*FAMILY_CONFIGS, *VARIANTS) if it not in ("nemotron_h", "nemotron_h latents")
+]
 
 
 def captured(capture: Any) -> list[int]:
@@ -82,7 +86,7 @@ def test_every_family_has_the_bits_of_steps_op_by_op(
 
 @needs_packing
 @pytest.mark.parametrize("weights", [None, "int8"])
-@pytest.mark.parametrize("name", [*FAMILY_CONFIGS, *VARIANTS])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.every(16)
 def test_what_sets_families_apart_is_computed_anew_in_each_recorded_step(
     name: str, weights: Any, no_op_runs: Callable[[], None]
