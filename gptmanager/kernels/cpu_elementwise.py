@@ -107,7 +107,6 @@ class CpuElementwise(CpuMatmuls):
             factor_stride=x.shape[-1],
             kind=kind,
             dtype=DTYPES[own.dtype],
-            factor_dtype=DTYPES[own.dtype],
             scale=scale,
             cap=cap,
         )

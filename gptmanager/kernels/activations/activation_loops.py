@@ -65,8 +65,9 @@ class ActivationTask(ctypes.Structure):
 
     Without a gate, `factor` is 0. For the kind ADD, `factor` has the elements to add, and for XIELU
     two numbers for all tokens. Tokens are `stride` elements apart in `x`, `factor_stride` in
-    `factor`, and `width` in `result`. `factor` has `factor_dtype`. `scale` and `cap` are for the
-    kind SCALE; for CLAMP, `cap` is the limit.
+    `factor`, and `width` in `result`. `factor_dtype` is the dtype of `factor` for XIELU and
+    SCALE_ROWS; for other kinds it is `dtype`. `scale` and `cap` are for the kind SCALE; for CLAMP,
+    `cap` is the limit.
     """
 
     _fields_ = task_fields(
@@ -194,35 +195,22 @@ def _xielu(x: Any, slopes: Any) -> Any:
 
 
 @loop
-def _row_number(t: Any, other: int) -> Any:
-    """Return a number of a token, in each lane, that the kind needs; for XIELU two slopes."""
-    if t.kind == TOKEN_GATE:
-        return logistic(_lane(load_as(t.factor_dtype, t.factor, other, 1), 0))
-    if t.kind == SCALE_ROWS:
-        return _lane(load_as(t.factor_dtype, t.factor, other, 1), 0)
-    if t.kind == XIELU:
-        return softplus(load_as(t.factor_dtype, t.factor, other, 2))
-    return splat(ONE)
-
-
-@loop
-def _computed(t: Any, value: Any, factor: Any, own: Any) -> Any:
-    """Return the result for elements of a token. `own` is `_row_number` of the token."""
-    if t.kind == SCALE:
-        return _scaled(t, value)
-    if t.kind == CLAMPED_SWIGLU:
-        return _clamped_swiglu(value, factor)
-    if t.kind == GATE:
-        return value * logistic(factor)
-    if t.kind == TOKEN_GATE or t.kind == SCALE_ROWS:
-        return value * own
-    if t.kind == ADD:
-        return value + factor
-    if t.kind == CLAMP:
-        return _clamped(value, -t.cap, t.cap)
-    if t.kind == XIELU:
-        return _xielu(value, own)
-    return _activated(t, value) * factor
+def _change_row(t: Any, start: int, other: int, to: int) -> None:
+    """Compute SCALE_ROWS, CLAMP or XIELU for a token."""
+    kind, own = t.kind, splat(ZERO)
+    if kind == SCALE_ROWS:
+        own = _lane(load_as(t.factor_dtype, t.factor, other, 1), 0)
+    elif kind == XIELU:
+        own = softplus(load_as(t.factor_dtype, t.factor, other, 2))
+    for i in range(0, t.width, LANES):
+        value = load_as(t.dtype, t.x, start + i, t.width - i)
+        if kind == SCALE_ROWS:
+            value = value * own
+        elif kind == CLAMP:
+            value = _clamped(value, -t.cap, t.cap)
+        else:
+            value = _xielu(value, own)
+        store_as(t.dtype, t.result, to + i, value, t.width - i)
 
 
 def activate(address: int) -> None:
@@ -232,11 +220,28 @@ def activate(address: int) -> None:
     while part < t.num_parts:
         for token in share_of(t, part):
             start, other = token * t.stride, token * t.factor_stride
-            own, is_by_row = _row_number(t, other), t.kind in (TOKEN_GATE, SCALE_ROWS, XIELU)
+            if t.kind >= SCALE_ROWS:
+                _change_row(t, start, other, token * t.width)
+                continue
+            gate = splat(ZERO)
+            if t.kind == TOKEN_GATE:
+                gate = logistic(splat(sum_lanes(load_as(t.dtype, t.factor, other, 1))))
             for i in range(0, t.width, LANES):
-                value, factor = load_as(t.dtype, t.x, start + i, t.width - i), splat(ONE)
-                if t.factor and not is_by_row:
-                    factor = load_as(t.factor_dtype, t.factor, other + i, t.width - i)
-                value = _computed(t, value, factor, own)
+                value = load_as(t.dtype, t.x, start + i, t.width - i)
+                factor = splat(ONE)
+                if t.factor and t.kind != TOKEN_GATE:
+                    factor = load_as(t.dtype, t.factor, other + i, t.width - i)
+                if t.kind == SCALE:
+                    value = _scaled(t, value)
+                elif t.kind == CLAMPED_SWIGLU:
+                    value = _clamped_swiglu(value, factor)
+                elif t.kind == GATE:
+                    value = value * logistic(factor)
+                elif t.kind == TOKEN_GATE:
+                    value = value * gate
+                elif t.kind == ADD:
+                    value = value + factor
+                else:
+                    value = _activated(t, value) * factor
                 store_as(t.dtype, t.result, token * t.width + i, value, t.width - i)
         part = claim(address, NEXT_PART)
