@@ -94,6 +94,17 @@ def test_a_window_that_is_only_in_the_mask_is_applied(
         assert (own - theirs).abs().max() < 1e-5 * theirs.std()
 
 
+def test_a_network_that_always_returns_all_logits() -> None:
+    """It has no argument `logits_to_keep`."""
+    network, [sequence] = new_network("mistral"), prompts(30)
+    given = network.forward
+    network.forward = lambda position_ids=None, **more: given(position_ids=position_ids, **more)
+    with torch.inference_mode():
+        exact = network(input_ids=torch.tensor([sequence])).logits[0]
+    [own] = in_pieces(through_transformers(network), [sequence])
+    assert (own - exact).abs().max() < 1e-5 * exact.std()
+
+
 @pytest.mark.parametrize("window", [131_072, 200_000, 2**31 - 1])
 def test_a_wide_window_that_is_only_in_the_mask_is_found(window: int) -> None:
     model = through_transformers(new_network("qwen2_moe", sliding_window=window, **WINDOWED))
