@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -115,6 +115,10 @@ class AsyncRequestQueue(RequestQueue):
         found = super()._cancel(generation)
         self._wake_first()
         return found
+
+    def _release(self, request_ids: Iterable[int]) -> None:
+        super()._release(request_ids)
+        self._wake_first()
 
     def close(self, error: BaseException | None = None) -> None:
         super().close(error)

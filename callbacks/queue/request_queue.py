@@ -349,6 +349,7 @@ class RequestQueue:
             for request_id in request_ids:
                 self._pending.take(request_id)  # queued before an exception interrupted `_push`
                 self._open.pop(request_id, None)
+        self._changed.notify_all()
 
     def _enqueue(self, generations: Sequence[Generation], timeout: float | None) -> None:
         """Queue all generations, or raise an error, queue none of them, and release their ids."""

@@ -9,16 +9,17 @@ from concurrent.futures import TimeoutError
 from contextlib import suppress
 from itertools import count
 from queue import Full
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 from fuzz import STRIDE
 from interrupting import TIMEOUT_S, handled, in_a_thread, interrupted
 from responding import ManagerStub, whole
 
-from gptmanager.callbacks import RequestQueue
+from gptmanager.callbacks import AsyncRequestQueue, RequestQueue
 from gptmanager.callbacks.queue.generation import ReadPosition
 from gptmanager.errors import ManagerDeadError
+from gptmanager.lifecycle.condition import Condition
 
 CALLS = {
     "submit": lambda queue, runs, waits: queue.submit([5], 2, timeout=0.0),
@@ -88,6 +89,36 @@ def test_a_handler_may_close_the_queue_that_it_interrupts(name):
         if not is_reached:
             break
     assert point > 5
+
+
+def test_an_interrupted_submit_makes_room_for_all_who_wait(monkeypatch):
+    """The interrupt comes when its request is queued, and others have found the queue full."""
+    requests, wait_for = AsyncRequestQueue(max_pending_tokens=2), Condition.wait_for
+    tried, loop = Event(), asyncio.new_event_loop()
+
+    def wait_or_raise(self, predicate, timeout=None):
+        if timeout != 7:
+            return wait_for(self, lambda: predicate() or tried.set(), timeout)
+        requests.get_inference_requests(-1)
+        assert predicate()
+        loop.run_until_complete(asyncio.sleep(0.001))  # the task tries
+        tried.clear()
+        waiting.append(Thread(target=requests.submit, args=([2], 5)))
+        waiting[1].start()
+        assert tried.wait(TIMEOUT_S)
+        raise KeyboardInterrupt
+
+    requests.submit([0, 0], 5)
+    waiting = [loop.create_task(requests.submit_async([1], 5))]
+    loop.run_until_complete(asyncio.sleep(0))
+    monkeypatch.setattr(Condition, "wait_for", wait_or_raise)
+    with pytest.raises(KeyboardInterrupt):
+        requests.submit([3, 3], 5, timeout=7)
+    task, thread = waiting
+    thread.join(TIMEOUT_S)
+    loop.run_until_complete(asyncio.wait_for(task, TIMEOUT_S))
+    loop.close()
+    assert not thread.is_alive() and requests.num_open == 3
 
 
 def test_close_ends_all_handles_though_a_callback_raises():
