@@ -82,6 +82,7 @@ _LAUNCHES = {
     "matmul_choice.py": "test_matmul_choice",
     "scaled_matmul.py": "test_quantized_weights test_matmul_choice",
     "sampling.py": f"test_sampling_kernel test_sampling test_device_chooser {_CHOICES}",
+    "state_space.py": f"test_recurrent_kernels {_CHOICES}",
     "streams.py": "test_streams test_device_executor test_raw_kernel_graphs",
     "thread_contexts.py": "test_features test_launch",
     "uploads.py": "test_device_executor test_step_launches",
