@@ -56,6 +56,8 @@ class ExpertKernels(Kernels):
         routing: Routing,
         experts: ExpertMatrices,
     ) -> Tensor:
+        if routing.score not in moe.SCORES:
+            return super().experts(x, logits, correction, routing, experts)
         return moe.experts(self._launcher, x, logits, correction, routing, experts)
 
     def mix_experts(

@@ -22,7 +22,7 @@ from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 
 MAX_EXPERTS, MAX_PER_TOKEN = 1024, 32  # as in the .cu
-_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2, "sigmoid_of_best": 3}
+SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2, "sigmoid_of_best": 3}
 _THREADS, _WARPS, _COLUMNS, _DEPTH = 256, 4, 128, 64  # as in the .cu
 _STAGES = {1: 4, 4: 3}  # from M, which is a tile's rows / 32, to the number of pipeline stages
 _NARROW = (torch.float16, torch.bfloat16)
@@ -92,7 +92,7 @@ def choose_experts(
     chosen = torch.empty(num_tokens, per_token, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, per_token, device=logits.device)
     if num_tokens:
-        sizes = num_experts, per_token, _SCORES[routing.score], routing.groups, routing.top_groups
+        sizes = num_experts, per_token, SCORES[routing.score], routing.groups, routing.top_groups
         flags = routing.group_score == "two_best", routing.renormalize
         arguments: tuple[Argument, ...] = (
             chosen,

@@ -121,7 +121,8 @@ class CpuExperts(CpuRecurrent):
     ) -> Tensor:
         plans = self._plans(x, experts)
         wide = [it.dtype is torch.float32 for it in (correction, experts.factors) if it is not None]
-        if plans is None or logits.dtype not in DTYPES or not all(wide):
+        is_compiled = logits.dtype in DTYPES and all(wide) and routing.score in SCORES
+        if plans is None or not is_compiled:
             return super().experts(x, logits, correction, routing, experts)
         given = x.contiguous(), logits.contiguous(), correction, routing, experts
         routed = self._route(*given, plans.bounds(len(x)))

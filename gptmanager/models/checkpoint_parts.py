@@ -31,6 +31,7 @@ from gptmanager.models.quantized.source import QuantizedSource
 # Fields of the config of a multimodal model that also apply to its text model.
 OF_WRAPPER = ("dtype", "torch_dtype", "quantization_config")
 _MAGIC = b"GGUF"
+_LLM = ("internvl_chat", "NemotronH_Nano_VL_V2")
 _THINKING = ("qwen2_5_omni", "qwen3_omni_moe")
 
 
@@ -66,7 +67,7 @@ def in_usual_form(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if name in _THINKING and isinstance(thinker, Mapping):
         outer = {field: config[field] for field in OF_WRAPPER if config.get(field) is not None}
         return {**outer, **thinker, "model_type": f"{name}_thinker"}
-    if name == "internvl_chat" and inner is not None and "text_config" not in config:
+    if name in _LLM and inner is not None and "text_config" not in config:
         rest = {field: value for field, value in config.items() if field != "llm_config"}
         return {**rest, "text_config": inner}
     return config

@@ -21,6 +21,8 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Return name -> shape of every parameter. Names in layer i begin with `layers.{i}.`."""
     hidden, norms = spec.hidden_size, spec.norms
     shapes: dict[str, Shape] = {"embedding.weight": (spec.vocab_size, hidden)}
+    if norms.embedding:
+        shapes |= _norm(norms, "embedding_norm", hidden)
     if spec.position_offset is not None:
         num_positions = spec.max_position_embeddings + spec.position_offset
         shapes["positions.weight"] = (num_positions, hidden)

@@ -113,7 +113,10 @@ def _read_layers(
         if family.rotary and kind not in ropes:
             layer_type, dim = kind
             ropes[kind] = read_rope(
-                fields, dim, max_seq_len, layer_type=layer_type, interleaved=interleaved
+                *(fields, dim, max_seq_len),
+                layer_type=layer_type,
+                interleaved=interleaved,
+                backward=family.backward,
             )
         return ropes.get(kind)
 

@@ -32,6 +32,7 @@ _KINDS: Mapping[str, frozenset[str]] = {
     ),
     "longrope": _COMMON | {"factor", "attention_factor", "short_factor", "long_factor"},
 }
+_OF_PHIMOE = ("short_mscale", "long_mscale")  # attention factors of longrope
 _FROM_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 # "su" is what the first configs of Phi 3 call longrope
 _OTHER_NAMES = {"mrope": "default", "su": "longrope"}
@@ -46,7 +47,8 @@ class Rope:
     the `dim / 2` frequencies. `share`: for proportional, the share of the pairs that rotate, from
     the first pair on. Cosines and sines are multiplied by `attention_factor`. `interleaved`: in the
     checkpoint's query and key matrices, the two rows of a pair are next to each other; loading
-    reorders the rows. Other fields are parameters of the scalings, as in transformers.
+    reorders the rows. `backward`: pairs rotate by the negative angles. Other fields are parameters
+    of the scalings, as in transformers.
     """
 
     kind: str = "default"
@@ -62,6 +64,7 @@ class Rope:
     attention_factor: float = 1.0
     dim: int = 0
     interleaved: bool = False
+    backward: bool = False
     share: float = 1.0
 
 
@@ -72,6 +75,7 @@ def read_rope(
     *,
     layer_type: str = "full_attention",
     interleaved: bool = False,
+    backward: bool = False,
 ) -> Rope:
     """Return the RoPE of the layers of one type, as a config describes it.
 
@@ -99,14 +103,19 @@ def read_rope(
         return _with_alpha(rope, head_dim)
     if kind not in [*_KINDS]:
         raise rope.error("rope_type", f"must be one of {[*_KINDS]}")
+    mscales = _OF_PHIMOE if kind == "longrope" and fields.has_default(_OF_PHIMOE[0]) else ()
     for field, value in values.items():
-        if value is not None and field not in _KINDS[kind]:
+        if value is not None and field not in _KINDS[kind].union(mscales):
             raise rope.error(field, f"not supported with the rope type {kind!r}")
     share = _rotated_share(fields, rope, kind)
     is_partial = kind == "proportional"
     dim = head_dim if is_partial else _rotated_dim(fields, head_dim, share)
     scaled = _scale_rope(rope, kind, dim, max_positions, max_seq_len)
-    return replace(scaled, dim=dim, interleaved=interleaved, share=share if is_partial else 1.0)
+    if mscales:
+        is_long = max_seq_len > scaled.original_max_positions
+        scaled = replace(scaled, attention_factor=rope.number(mscales[is_long]))
+    share = share if is_partial else 1.0
+    return replace(scaled, dim=dim, interleaved=interleaved, backward=backward, share=share)
 
 
 def with_original_length(fields: Fields, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -218,7 +227,7 @@ def rope_table(rope: Rope, num_positions: int, device: torch.device | str = "cpu
     angles = torch.outer(positions, frequencies)
     table = torch.empty(num_positions, rope.dim, dtype=torch.float32)
     torch.cos(angles, out=table[:, :half])
-    torch.sin(angles, out=table[:, half:])
+    torch.sin(-angles if rope.backward else angles, out=table[:, half:])
     return table.mul_(rope.attention_factor).to(device)
 
 

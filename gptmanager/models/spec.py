@@ -25,8 +25,9 @@ class Norms:
     """The norms of a network, the same in every layer.
 
     `kind`: "rms", or "layer" for LayerNorm. `plus_one`: 1 is added to the stored weights. `weight`
-    and `bias`: whether norms have these parameters. `before_*` and `after_*`: which norms a layer
-    has on the inputs of attention and MLP, and on their outputs before the residual addition.
+    and `bias`: whether norms have these parameters. `embedding`: embeddings have a norm. `before_*`
+    and `after_*`: which norms a layer has on the inputs of attention and MLP, and on their outputs
+    before the residual addition.
     `query_key`: the norm of queries and keys. "head" has one weight `[head_dim]` for all heads.
     "rotated_head" is the same, but applied after RoPE. "rotated" is like "rotated_head", but
     without weights, and only in layers with RoPE. "biased_head" is a LayerNorm with one weight and
@@ -40,6 +41,7 @@ class Norms:
     plus_one: bool = False
     weight: bool = True
     bias: bool = False
+    embedding: bool = False
     before_attention: bool = True
     after_attention: bool = False
     before_mlp: bool = True

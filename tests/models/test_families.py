@@ -32,6 +32,7 @@ from family_runs import (
     family_model,
     tokens,
 )
+from odd_configs import family_config
 from renamed_families import RENAMED
 from stateful_runs import run_many
 
@@ -89,6 +90,30 @@ def test_low_scores_of_experts_of_lfm2_are_weighed_as_in_transformers() -> None:
     _, weights = choose_experts(logits, experts.routing, bias)
     assert exact.sum(1).max() < 0.99 * experts.routing.factor  # far from the sum of high scores
     assert torch.allclose(weights.sort().values, exact.sort().values)
+
+
+def test_phimoe_chooses_and_weighs_experts_as_transformers() -> None:
+    phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    experts = read_spec(family_config("phimoe")).layers[0].mlp.experts
+    logits = torch.randn(99, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact, expected = phimoe.sparsemixer(logits, experts.routing.tolerance / 2, training=False)
+
+    chosen, weights = choose_experts(logits, experts.routing, None)
+
+    assert torch.equal(chosen, expected) and torch.allclose(weights, exact)
+    assert 0.1 < (weights == 1).float().mean() < 0.9  # of experts that no other one is close to
+
+
+@pytest.mark.parametrize(("length", "factor"), [(160, 1.2), (161, 1.3)])
+def test_phimoe_has_two_factors_of_attention(length: int, factor: float) -> None:
+    rope = read_spec(family_config("phimoe"), max_seq_len=length).ropes[0]
+    assert rope is not None and rope.attention_factor == factor
+    plain = {
+        **family_config("mixtral"),
+        "rope_parameters": FAMILY_CONFIGS["phimoe"]["rope_parameters"],
+    }
+    with pytest.raises(ConfigError, match="short_mscale = 1.2: not supported with the rope type"):
+        read_spec(plain)
 
 
 def test_a_rope_scaling_replaces_all_that_a_family_has_by_default() -> None:

@@ -193,8 +193,8 @@ def test_the_log_says_which_backend_computes(
     parts: list[tuple[Any, ...]] = []
     given = options(on_progress=lambda *part: parts.append(part))
     assert generate(str(folder), prompts(5, 9), 4, optional_params=given) == expected
-    assert [part for part in parts if part[0] == "weights"][-1] == ("weights", 25, 25)
-    assert f"{NOT_NATIVE} is loaded through transformers; matrices: 25 in float32" in caplog.text
+    assert [part for part in parts if part[0] == "weights"][-1] == ("weights", 17, 17)
+    assert f"{NOT_NATIVE} is loaded through transformers; matrices: 17 in float32" in caplog.text
     caplog.clear()
     llama = "examples/tiny_llama"
     own, theirs = (
@@ -296,10 +296,12 @@ def test_only_the_text_model_of_a_wrapper_is_loaded(tmp_path: Path) -> None:
 
 def test_missing_tensors_are_named(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
-    extra = {"model.other": tensors.pop("model.layers.1.mlp.fc1.weight")}
+    extra = {"model.other": tensors.pop("model.layers.1.mlp.dense_h_to_4h.weight")}
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(ConfigError, match="tensors are missing: model.layers.1.mlp.fc1.weight"):
+    with pytest.raises(
+        ConfigError, match="tensors are missing: model.layers.1.mlp.dense_h_to_4h.weight"
+    ):
         generate(str(tmp_path), prompts(5), 4, optional_params=options())
 
 

@@ -33,13 +33,29 @@ CASES = [
     ("kimi_vl", "deepseek_v3", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),
     ("smolvlm", "llama", {"model.": "model.text_model."}),
     ("lfm2_vl", "lfm2", {"model.": "model.language_model."}),
+    (
+        "NemotronH_Nano_VL_V2",
+        "nemotron_h",
+        {"model.": "language_model.backbone.", "lm_": "language_model.lm_"},
+    ),
 ]
-_BY_DEFAULT = "aya_vision cohere2_vision gemma3 gemma4 granite_speech internvl kimi_k25 mistral3"
-TIED = (*_BY_DEFAULT.split(), "ovis2", "lfm2_vl")  # transformers 5
+TIED = """
+    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fun_asr_nano gemma3 gemma4 glmasr
+    got_ocr2 granite_speech granite_speech_plus internvl janus kimi_k25 lfm2_vl lighton_ocr mistral3
+    ovis2 qwen3_asr
+""".split()  # transformers 5
 TIED_BY_TEXT_MODEL = ("internvl_chat", "kimi_vl", "llama4", "qwen2_audio", "voxtral")
-OWN_CODE = ("internvl_chat", "kimi_vl")  # transformers does not have them
+# transformers 5.17 does not have them
+OWN_CODE = ("internvl_chat", "kimi_vl", "nemotron_h_omni", "NemotronH_Nano_VL_V2", "phi4mm")
+FLAT = ("phi4_multimodal",)  # their configs have no `text_config`
 ONE = torch.ones(1)
-MEDIA = {"vision_tower.patch.weight": torch.ones(2), "model.visual.merger.bias": torch.ones(2)}
+_MEDIA = """
+    vision_tower.patch.weight model.visual.merger.bias model.aligner.fc1.weight
+    model.merger.mlp.bias model.generation_head.out.weight model.vqmodel.encoder.bias
+    model.high_res_vision_alpha model.vision_encoder.ln.weight model.vision_projection.norm.weight
+    model.video_tower.ln.bias sound_encoder.ln.bias
+"""
+MEDIA = {name: torch.ones(2) for name in _MEDIA.split()}
 
 
 def renamed(name: str, prefixes: dict[str, str]) -> str:
@@ -164,6 +180,26 @@ def test_experts_of_qwen3_5_moe_may_be_stacked() -> None:
         assert all(torch.equal(first, other) for other in others)
 
 
+def test_adapters_of_phi4_for_images_and_sounds_are_not_read() -> None:
+    """The config has the fields of the text model itself, and a text uses no adapter."""
+    config, state = checkpoint(family_model("phi3"))
+    flat = {
+        **config,
+        **{"model_type": "phi4mm", "full_attn_mod": 1, "interpolate_factor": 1},
+        **{"speech_lora": {"r": 2}, "vision_lora": {"r": 2}, "img_processor": None},
+        **{"audio_processor": {"name": "cascades"}, "embd_layer": {"embedding_cls": "tokens"}},
+    }
+    tensors = {
+        re.sub(r"(?<=_proj)\.weight", ".base_layer.weight", k): it for k, it in state.items()
+    }
+    for name in ("lora_A.speech", "lora_B.vision"):
+        tensors[f"model.layers.0.self_attn.qkv_proj.{name}.weight"] = torch.ones(2, 2)
+    tensors["model.embed_tokens_extend.image_embed.glb_GN"] = ONE
+    models = [load_model(it, dtype="float32") for it in ((config, state), (flat, tensors))]
+    plain, own = (PagedDriver(model, 1).forward([(0, LONG)]) for model in models)
+    assert torch.equal(plain, own)
+
+
 def test_a_flat_config_with_mrope_is_that_of_its_text_model() -> None:
     config: dict[str, Any] = json.loads(family_model("qwen2").config.to_json_string())
     rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
@@ -175,7 +211,8 @@ def test_a_flat_config_with_mrope_is_that_of_its_text_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrapper", [it for it in TEXT_FAMILIES if not it.endswith("_text") and it not in OWN_CODE]
+    "wrapper",
+    [it for it in TEXT_FAMILIES if not it.endswith("_text") and it not in (*OWN_CODE, *FLAT)],
 )
 def test_fields_that_a_text_config_leaves_out_have_the_defaults_of_transformers(
     wrapper: str,

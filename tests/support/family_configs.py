@@ -45,6 +45,11 @@ _ROUTED = {
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HALF = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}
+_MSCALES = {
+    **{"rope_type": "longrope", "rope_theta": 1e6, "original_max_position_embeddings": 160},
+    **{"short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
+    **{"short_mscale": 1.2, "long_mscale": 1.3},
+}
 _GEMMA4 = {
     **_HEADS,
     **_EVERY_SECOND,
@@ -147,6 +152,8 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "arcee": {**_HEADS, "mlp_bias": True},
     "hunyuan_v1_dense": {**_HEADS},
     "cwm": {**_HEADS, "sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2},
+    "hyperclovax": {**_HEADS, **_GRANITE},
+    "nanochat": {**BASE, "attention_bias": True},
     "apertus": {**BASE, "attention_bias": True},
     "jais2": {**_HEADS},
     "gpt_neox": {**_NEOX, **_HALF},
@@ -163,6 +170,10 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "minicpm": {**BASE, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16},
     "mimo": {**_HEADS, "attention_bias": True},
     "mixtral": {**_TOP2, **_LOCAL, "sliding_window": 8},
+    "phimoe": {
+        **{**_TOP2, **_LOCAL, "attention_bias": True, "lm_head_bias": True, "sliding_window": 30},
+        **{"router_jitter_noise": 0.2, "rope_parameters": _MSCALES},
+    },
     "qwen2_moe": {**_MOE, **_FOUR, "shared_expert_intermediate_size": 32},
     "qwen3_moe": {**_MOE, **_FOUR, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "olmoe": {**_TOP2, **_FOUR},

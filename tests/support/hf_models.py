@@ -139,7 +139,9 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "nemotron": {},
     "jais2": {},
     "diffllama": {},
+    "hyperclovax": _FACTORS,
     "nanochat": {},
+    "persimmon": {},
     "bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 8},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
     "nemotron_h": {
@@ -209,7 +211,7 @@ REFUSED = {
     "qwen3_5_moe_text": f"layers 0, 1, 2 {_NO_ATTENTION}",
 }
 # An architecture that runs only through transformers
-NOT_NATIVE = "nanochat"
+NOT_NATIVE = "persimmon"
 # Architectures that transformers has only as a part of another one -> that one
 PARTS = {"qwen3_vl_moe_text": "qwen3_vl_moe"}
 

@@ -66,7 +66,7 @@ _OPTIONAL = {
     *("attention_chunk_size", "n_group", "topk_group", "routed_scaling_factor", "n_inner"),
     *("factor", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor"),
     *("v_head_dim", "scale_depth", "dim_model_base", "block_ffn_dim_multiplier", "clip_qkv"),
-    *("moe_latent_size",),
+    *("moe_latent_size", "attention_multiplier"),
     *("route_scale", "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn"),
     *_ZERO_FACTORS,
 }

@@ -110,7 +110,7 @@ class MixtureOps(ExpertOps, Protocol):
         """Choose experts by `logits [T, E]`; return their weighted sums `[T, C]` for `x [T, C]`."""
         sigmoid = partial(self.elementwise, torch.sigmoid)
         chosen = experts.choose(x, logits, routing, correction, sigmoid)
-        return mix_experts(self, *chosen, experts)
+        return self.mix_experts(*chosen, experts)
 
     def mix_experts(
         self, x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMatrices

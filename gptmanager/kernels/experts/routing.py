@@ -9,14 +9,16 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Score = Literal["softmax", "sigmoid", "softmax_of_best", "sigmoid_of_best"]
+Score = Literal["softmax", "sigmoid", "softmax_of_best", "sigmoid_of_best", "sparse_mixer"]
 
 
 class Routing(NamedTuple):
     """The choice of `per_token` experts for each token, by a score of the router's logits.
 
     With the score "softmax_of_best" or "sigmoid_of_best", experts are chosen by their logits, and
-    the softmax or sigmoid is computed from the logits of the chosen experts only.
+    the softmax or sigmoid is computed from the logits of the chosen experts only. With
+    "sparse_mixer" (arXiv:2409.12136), each chosen expert has the softmax of its logit among the
+    logits that are not chosen yet and close to it, by the relative distance `tolerance`.
     With `renormalize`, the weights of a token's experts are divided by their sum plus `sum_eps`.
     Then the weights are multiplied by `factor`. The weights multiply the outputs of the experts or,
     with `scales_inputs`, their inputs (Llama 4). The experts form `groups` groups of equal size,
@@ -33,6 +35,7 @@ class Routing(NamedTuple):
     group_score: Literal["two_best", "best"] = "two_best"
     scales_inputs: bool = False
     sum_eps: float = 1e-20
+    tolerance: float = 0.0
 
 
 def choose_experts(
@@ -48,6 +51,8 @@ def choose_experts(
     to the scores to choose experts, but not to weigh them. `sigmoid` computes the sigmoid of each
     element of a tensor `[T, *]`.
     """
+    if routing.score == "sparse_mixer":
+        return _mix_sparsely(logits, routing)
     if routing.score == "softmax":
         scores = logits.softmax(-1)
     elif routing.score == "sigmoid":
@@ -66,6 +71,19 @@ def choose_experts(
     if routing.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.sum_eps)
     return chosen, weights * routing.factor
+
+
+def _mix_sparsely(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    left, chosen, weights = logits, [], []
+    for _ in range(routing.per_token):
+        own = _best(left, 1)
+        best = left.gather(1, own)
+        distance = (best - logits) / logits.abs().clamp(min=best)
+        close = left.masked_fill(distance > routing.tolerance, -math.inf)
+        weights.append(close.softmax(-1).gather(1, own))
+        chosen.append(own)
+        left = left.scatter(1, own, -math.inf)
+    return torch.cat(chosen, 1), torch.cat(weights, 1)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

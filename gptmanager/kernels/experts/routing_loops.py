@@ -40,7 +40,9 @@ from gptmanager.kernels.simd.lanes import (
 )
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
 
-SCORES: Mapping[Score, int] = {name: kind for kind, name in enumerate(get_args(Score))}
+SCORES: Mapping[Score, int] = {
+    name: kind for kind, name in enumerate(get_args(Score)) if name != "sparse_mixer"
+}
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_BEST, _SIGMOID_OF_BEST = range(4)  # as `Score` lists them
 _INFINITY = np.float32(np.inf)
 SCRATCH_ROWS = 3  # per thread: scores, scores for ranking, and qualities of groups

@@ -29,6 +29,7 @@ from gptmanager.models.decoder.layer_tensors import (
     ExpertLayer,
     LayerTensors,
     Norm,
+    find_norm,
     layer_tensors,
 )
 from gptmanager.models.decoder.lora_modules import adapter_share, lora_modules
@@ -83,9 +84,11 @@ class CheckpointModel:
             has = {"experts": self._has_experts, "latents": any(self._latents)}
             kernels.warm_up_layers(kinds.union(kind for kind in has if has[kind]))
         own_tokens, self._widths = vocabulary_shares(spec, layout)
-        self._embedding = None
+        self._embedding, self._embedding_norm = None, None
         if layout.is_first_stage:
             self._embedding = TokenEmbedding(spec, weights, kernels, own_tokens)
+            if spec.norms.embedding:
+                self._embedding_norm = find_norm(spec, weights, "embedding_norm", device)
         head = "embedding.weight" if spec.tied_embeddings else "lm_head.weight"
         self._lm_head = None
         if layout.is_last_stage:
@@ -194,7 +197,7 @@ class CheckpointModel:
     def _begin(self, batch: Batch) -> Tensor:
         """Return the first layer's residual `[T, C]`, received from the previous stage if any."""
         if self._embedding is not None:
-            return self._embedding.of_batch(batch, self._sum)
+            return self._norm(self._embedding.of_batch(batch, self._sum), self._embedding_norm)
         num_tokens, ids = len(batch.token_ids), batch.token_ids
         residual = ids.new_empty((num_tokens, self.spec.hidden_size), dtype=self.spec.dtype)
         assert self._collectives is not None

@@ -35,7 +35,8 @@ class Family:
     `spellings`: our name of a config field -> the name in this family. `defaults`: our name of a
     config field -> its value if the config does not have the field. `norms`: the norms, except
     their epsilon, which the config has. `qk_norm`: whether `norms.query_key` applies.
-    `interleaved`: the checkpoint stores the two rows of a RoPE pair next to each other.
+    `interleaved`: the checkpoint stores the two rows of a RoPE pair next to each other. `backward`:
+    RoPE rotates pairs in the other direction.
     `position_offset`: the row of the learned position embeddings for position 0; None if the family
     has no such embeddings. `activation`: overrides `hidden_act`. `xielu`: `hidden_act` may be
     "xielu". `one_norm`: attention and MLP read the output of the same norm. `neutral`: config field
@@ -76,6 +77,7 @@ class Family:
     qk_norm: bool | str = True
     rotary: bool = True
     interleaved: bool | str = False
+    backward: bool = False
     position_offset: int | None = None
     activation: Activation | None = None
     gated: bool = True

@@ -15,6 +15,7 @@ from gptmanager.models.rope_scaling import with_original_length
 from gptmanager.models.spec import Experts, QueryTemperature
 
 ReadExperts = Callable[[Fields, int], tuple[Experts, int] | None]
+_ATTENTION_SCALE = "attention_multiplier"
 # fields that are read only if the family has defaults for them
 _OF_SOME_FAMILIES = ("n_group", "topk_group", "routed_scaling_factor")
 
@@ -28,9 +29,19 @@ def granite_scales(fields: Fields) -> Mapping[str, Any]:
     }
 
 
+def hyperclova_scales(fields: Fields) -> Mapping[str, Any]:
+    """Return Granite's scales, but `logits_scaling` multiplies the logits."""
+    return {**granite_scales(fields), "logit_scale": fields.number("logits_scaling")}
+
+
+def hyperclova_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    """Return the scale of attention scores, if the config has one."""
+    return granite_attention(fields, layer) if fields.optional_number(_ATTENTION_SCALE) else {}
+
+
 def granite_attention(fields: Fields, _: int) -> Mapping[str, Any]:
     """Return Granite's scale of attention scores."""
-    return {"scale": fields.number("attention_multiplier")}
+    return {"scale": fields.number(_ATTENTION_SCALE)}
 
 
 def granite4_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
@@ -163,6 +174,7 @@ def experts_of(
     score: Score = "softmax",
     renormalize: bool | str = "norm_topk_prob",
     sum_eps: float = 1e-20,
+    tolerance: str | None = None,
     correction: bool | str = False,
     group_score: Literal["two_best", "best"] = "two_best",
     shared: str | None = None,
@@ -178,11 +190,12 @@ def experts_of(
     The reader returns None if the config has no experts, or if `is_dense` is true for the layer.
     Names of config fields are `count`, `width`, `per_token`, `shared` (width of the shared MLP),
     `num_shared` (number of shared experts, each as wide as an expert), `latent` (size of the inputs
-    and outputs of experts, if not the hidden size), and any other str.
+    and outputs of experts, if not the hidden size), `tolerance` (half of `Routing.tolerance`), and
+    any other str.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
-        own = width, per_token, shared, num_shared, renormalize, correction, latent
+        own = width, per_token, shared, num_shared, renormalize, correction, latent, tolerance
         fields.note_read(*(it for it in (*own, *_further(fields)) if isinstance(it, str)))
         number = 0 if fields.get(count) is None else fields.count(count)
         if is_dense(fields, layer) or not number:  # `is_dense` first, as it marks fields as read
@@ -201,6 +214,7 @@ def experts_of(
             group_score=group_score,
             scales_inputs=score == "sigmoid_of_best",  # Llama 4
             sum_eps=sum_eps,
+            tolerance=0.0 if tolerance is None else 2 * fields.number(tolerance, limit=1.0),
         )
         experts = Experts(
             number,

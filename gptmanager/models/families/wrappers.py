@@ -28,32 +28,51 @@ def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int) 
 TEXT_FAMILIES: Mapping[str, str] = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
+    "deepseek_vl": "llama",
+    "deepseek_vl_hybrid": "llama",
     "exaone4_5": "exaone4",
     "exaone4_5_text": "exaone4",
+    "fast_vlm": "qwen2",
+    "fun_asr_nano": "qwen3",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "glmasr": "llama",
     "glm4v": "glm4",
     "glm4v_text": "glm4",
     "glm46v": "glm4",
     "glm4v_moe": "glm4_moe",
     "glm4v_moe_text": "glm4_moe",
+    "got_ocr2": "qwen2",
     "granite_speech": "granite",
+    "granite_speech_plus": "granite",
+    "idefics2": "mistral",
     "idefics3": "llama",
     "internvl": "qwen2",
     "internvl_chat": "qwen2",
+    "janus": "llama",
     "kimi_k25": "deepseek_v3",
     "kimi_vl": "deepseek_v3",
     "lfm2_vl": "lfm2",
+    "lighton_ocr": "qwen3",
     "llama4": "llama4_text",
     "llava": "llama",
     "llava_next": "llama",
+    "llava_next_video": "llama",
     "llava_onevision": "qwen2",
+    "minicpmv4_6": "qwen3_5_text",
     "mistral3": "mistral",
+    "NemotronH_Nano_VL_V2": "nemotron_h",
+    "nemotron_h_omni": "nemotron_h",
     "ovis2": "qwen2",
+    "perception_lm": "llama",
+    "phi4_multimodal": "phi3",
+    "phi4mm": "phi3",
+    "qianfan_ocr": "qwen3",
     "qwen2_5_omni": "qwen2",
     "qwen2_5_omni_thinker": "qwen2",
     "qwen2_5_omni_text": "qwen2",
     "qwen2_audio": "qwen2",
+    "qwen3_asr": "qwen3",
     "qwen2_vl": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
@@ -67,6 +86,9 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "smolvlm": "llama",
+    "video_llama_3": "qwen2",
+    "video_llava": "llama",
+    "vipllava": "llama",
     "voxtral": "llama",
 }
 # Model types of published configs -> the family that these models are of.
@@ -116,6 +138,7 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 PREFIXES: Mapping[str, str] = {
     "language_model.model.model.": "model.",  # Voxtral, as transformers 5 saves it
     "language_model.model.": "model.",
+    "language_model.backbone.": "backbone.",  # Nemotron Nano VL
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",  # Idefics 3, SmolVLM
@@ -124,16 +147,21 @@ PREFIXES: Mapping[str, str] = {
 MEDIA = re.compile(
     r"^(model\.|thinker\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower"
     r"|audio_model|embed_vision|embed_audio|image_newline|connector|encoder|mlp1|mm_projector"
-    r"|projector|talker|token2wav|code2wav|visual_embeddings_table)\b"
+    r"|projector|talker|token2wav|code2wav|visual_embeddings_table|image_tower|video_tower|aligner"
+    r"|high_res_vision_\w+|vqmodel|generation_\w+|vision_encoder|vision_projection|merger"
+    r"|sound_encoder|sound_projection|embed_tokens_extend)\b|\.lora_[AB]\.(speech|vision)\."
 )
 # In transformers 5, `tie_word_embeddings` of these wrappers is true by default.
 _TIED_BY_DEFAULT = frozenset(
-    "aya_vision cohere2_vision gemma3 gemma4 granite_speech internvl kimi_k25 lfm2_vl".split()
-    + ["mistral3", "ovis2"]
+    """
+    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fun_asr_nano gemma3 gemma4 glmasr
+    got_ocr2 granite_speech granite_speech_plus internvl janus kimi_k25 lfm2_vl lighton_ocr mistral3
+    ovis2 qwen3_asr
+    """.split()
 )
 # the wrapper's own field has no effect
 _TIED_BY_TEXT_MODEL = ("internvl_chat", "kimi_vl", "llama4", "qwen2_audio", "voxtral")
-_MEDIA_FIELDS = re.compile(r"(vision|audio|image|video|vit|mm|boi|eoi)_.*")
+_MEDIA_FIELDS = re.compile(r"(vision|audio|image|img|video|speech|vit|mm|boi|eoi)_.*")
 
 
 def without_wrapper(name: str) -> str:

@@ -41,6 +41,8 @@ OF_OTHERS = {
 }
 WITHOUT_MLX = (
     "bamba",
+    "hyperclovax",
+    "nanochat",
     "gpt2",
     "gpt_neox",
     "gptj",

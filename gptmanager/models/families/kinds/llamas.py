@@ -94,6 +94,13 @@ _PHI3 = replace(
         up=None,
         gate_up="mlp.gate_up_proj",
     ),
+    # as PEFT names them next to the adapters of images and sounds in Phi-4-multimodal
+    other_tensors=layer_names(
+        qkv="self_attn.qkv_proj.base_layer",
+        out="self_attn.o_proj.base_layer",
+        gate_up="mlp.gate_up_proj.base_layer",
+        down="mlp.down_proj.base_layer",
+    ),
     defaults=llama_fields(norm_eps=1e-5, max_position_embeddings=4096, partial_rotary_factor=1.0),
     windows="all",
     neutral={"interpolate_factor": 1, "full_attn_mod": 1},
@@ -162,6 +169,16 @@ LLAMAS: Mapping[str, Family] = {
         windows=4,
     ),
     "granite": _GRANITE,
+    "hyperclovax": replace(
+        _GRANITE,
+        title="HyperCLOVA X SEED Think",
+        tensors=llama_names(attention_out_norm="post_norm1", mlp_out_norm="post_norm2"),
+        defaults={**_GRANITE.defaults, "attention_multiplier": None},
+        norms=FOUR_NORMS,
+        neutral={"use_post_norm": True},
+        network=readers.hyperclova_scales,
+        attention=readers.hyperclova_attention,
+    ),
     "glm": _GLM,
     "glm4": replace(
         _GLM,
@@ -227,6 +244,20 @@ LLAMAS: Mapping[str, Family] = {
         tensors=llama_names(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
         defaults=llama_fields(norm_eps=1e-5, rope_alpha=None),
         norms=Norms(query_key="rotated_head"),
+    ),
+    "nanochat": replace(
+        BIASED_ATTENTION,
+        title="nanochat",
+        tensors=llama_names(
+            **dict.fromkeys(("attention_norm", "mlp_norm", "q_norm", "k_norm", "gate", "up")),
+            fc="mlp.fc1",
+            down="mlp.fc2",
+        ),
+        defaults=llama_fields(hidden_act="relu2", final_logit_softcapping=15.0),
+        norms=Norms(weight=False, embedding=True, query_key="rotated"),
+        backward=True,
+        gated=False,
+        network=lambda fields: {"logit_softcap": fields.optional_number("final_logit_softcapping")},
     ),
     "apertus": replace(
         BIASED_ATTENTION,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from gptmanager.models.families import readers
 from gptmanager.models.families.base import (
     BIASED_ATTENTION,
+    LAYER_NORM,
     NORMS_AFTER_ONLY,
     PLAIN,
     llama_fields,
@@ -127,6 +129,13 @@ def _hunyuan_experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
     return _HUNYUAN(Fields({**own, "moe_topk": given[layer]}, {}, {}), layer)
 
 
+def _two_experts(fields: Fields) -> Mapping[str, Any]:
+    """Refuse a number of experts for a token other than 2, which transformers assumes."""
+    if fields.size("num_experts_per_tok") != 2:
+        raise fields.error("num_experts_per_tok", "must be 2")
+    return {}
+
+
 MIXTURES: Mapping[str, Family] = {
     "mixtral": replace(
         LLAMAS["mistral"],
@@ -142,6 +151,33 @@ MIXTURES: Mapping[str, Family] = {
             num_experts_per_tok=2,
         ),
         experts=experts_of("num_local_experts", width="intermediate_size", renormalize=True),
+    ),
+    "phimoe": replace(
+        BIASED_ATTENTION,
+        title="Phi-3.5-MoE, Phi-mini-MoE",
+        tensors=llama_names(**BLOCK),
+        other_tensors=layer_names(**{**BLOCK_IN_ONE, "router": "mlp.router"}),
+        defaults=llama_fields(
+            norm_eps=1e-5,
+            rope_theta=1e6,
+            max_position_embeddings=131072,
+            num_key_value_heads=8,
+            num_local_experts=16,
+            num_experts_per_tok=2,
+            router_jitter_noise=0.01,
+            short_mscale=None,  # in its RoPE
+        ),
+        norms=LAYER_NORM,
+        head_bias="lm_head_bias",
+        windows="all",
+        network=_two_experts,
+        experts=experts_of(
+            "num_local_experts",
+            width="intermediate_size",
+            score="sparse_mixer",
+            renormalize=False,
+            tolerance="router_jitter_noise",
+        ),
     ),
     "qwen2_moe": replace(
         LLAMAS["qwen2"],
