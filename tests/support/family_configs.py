@@ -349,6 +349,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 
 
 _OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_topk")
+_FACTORS = ("short_factor", "long_factor")
 
 
 def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -362,6 +363,8 @@ def _widened(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "kv_lora_rank" in config:  # each head has keys of its own
         sizes["num_key_value_heads"] = 2
+    if "short_factor" in (rope := config.get("rope_parameters", {})):  # of more pairs
+        sizes["rope_parameters"] = {**rope, **{it: 2 * rope[it] for it in _FACTORS}}
     if config.get("num_kv_shared_layers"):  # the other layers must be of both types
         sizes = {key: sizes[key] for key in sizes if "head" in key}
     return {**config, **{name: own for name, own in sizes.items() if name in config}}
