@@ -57,6 +57,18 @@ class Place:
     squeezed: bool = False
 
 
+def name_in_places(
+    given: str, places: Mapping[str, Place], prefix: str, prefixes: Mapping[str, str]
+) -> str:
+    """Return the name that a checkpoint's tensor has in `places`, if there is any.
+
+    The checkpoint's name may lack `prefix`. A start that is a key of `prefixes` is replaced.
+    """
+    theirs = next(filter(given.startswith, prefixes), "")
+    name = prefixes.get(theirs, "") + given.removeprefix(theirs)
+    return name if name in places else prefix + name
+
+
 def filled_from_twins(places: Mapping[str, Place], names: Collection[str]) -> Mapping[str, Place]:
     """Return `places` in which a twin fills its parameter if no other tensor in `names` does."""
     filled = {places[name].parameter for name in names if not places[name].twin}

@@ -28,6 +28,7 @@ from gptmanager.memory.places import (
     filled_from_twins,
     kept_shape,
     missing_hint,
+    name_in_places,
     whole,
 )
 from gptmanager.memory.stored_matrices import MappedMatrix, mapped_matrices
@@ -254,7 +255,4 @@ class Weights:
         return names
 
     def _own_name(self, given: str) -> str:
-        """Return the name that a tensor with this name has in `places`, if there is any."""
-        theirs = next(filter(given.startswith, self._prefixes), "")
-        name = self._prefixes.get(theirs, "") + given.removeprefix(theirs)
-        return name if name in self._places else self._prefix + name
+        return name_in_places(given, self._places, self._prefix, self._prefixes)

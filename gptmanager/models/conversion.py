@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.memory.checkpoint.safetensors_writer import SafetensorsWriter
 from gptmanager.memory.checkpoint.tensor_sources import GroupedSource, TensorSource
+from gptmanager.memory.places import Place, name_in_places
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, open_tensors, read_config, read_part
 from gptmanager.models.converted_tensors import (
     FIELD,
@@ -31,7 +32,8 @@ from gptmanager.models.converted_tensors import (
     SHAPE,
     quantization_config,
 )
-from gptmanager.models.families import place_tensors
+from gptmanager.models.families import FAMILIES, place_tensors
+from gptmanager.models.families.wrappers import PREFIXES, is_wrapper
 from gptmanager.models.parameters import check_head_dtype, quantized_parameters
 from gptmanager.models.quantized.scheme import MODELOPT_FILE
 from gptmanager.models.read_spec import read_spec
@@ -80,7 +82,8 @@ def convert_checkpoint(
     _check_dtypes(weights_dtype, head_dtype)
     config, tensors = read_config(source), open_tensors(source)
     spec = read_spec(config, dtype=dtype, tensors=tensors.describe())
-    quantized = _quantized(spec, tensors, weights_dtype, head_dtype)
+    places = _places(spec, config, tensors.describe())
+    quantized = _quantized(spec, tensors, places, weights_dtype, head_dtype)
     config = _with_dtype(config, str(spec.dtype).removeprefix("torch."))
     if quantized:
         config[FIELD] = quantization_config()
@@ -92,7 +95,7 @@ def convert_checkpoint(
             _write_json(own / "config.json", config)
             _write_texts(Path(source), own)
             file = own / "model.safetensors"
-            _write_tensors(file, tensors, spec, quantized, on_progress)
+            _write_tensors(file, tensors, spec, places, quantized, on_progress)
             own.rename(folder)
     except OSError as error:
         raise write_error(quoted_path(folder), error) from error
@@ -127,18 +130,25 @@ def _check_dtypes(weights_dtype: str | None, head_dtype: str | None) -> None:
     check_head_dtype(weights_dtype, head_dtype)
 
 
+def _places(spec: ModelSpec, config: Mapping[str, Any], given: Collection[str]) -> dict[str, Place]:
+    """Return name in the checkpoint -> place, for the tensors of the network."""
+    family, places = FAMILIES[spec.family], place_tensors(spec, given)
+    prefixes = {**family.prefixes, **(PREFIXES if is_wrapper(config) else {})}
+    names = {it: name_in_places(it, places, family.prefix, prefixes) for it in given}
+    return {name: places[own] for name, own in names.items() if own in places}
+
+
 def _quantized(
     spec: ModelSpec,
     tensors: TensorSource,
+    places: Mapping[str, Place],
     weights_dtype: Quantized | None,
     head_dtype: Quantized | None,
 ) -> dict[str, Quantized]:
     """Return name in the checkpoint -> format, for each matrix that is written in 8 or 4 bits."""
     kinds = quantized_parameters(spec, weights_dtype, head_dtype)
-    given = tensors.describe()
-    places = place_tensors(spec, given)
     found: dict[str, Quantized] = {}
-    for name, info in given.items():
+    for name, info in tensors.describe().items():
         place = places.get(name)
         if place is None or place.parameter not in kinds or place.stacked:
             continue
@@ -156,11 +166,12 @@ def _write_tensors(
     file: Path,
     source: TensorSource,
     spec: ModelSpec,
+    places: Mapping[str, Place],
     quantized: Mapping[str, Quantized],
     on_progress: ProgressCallback | None,
 ) -> None:
     given = source.describe()
-    written = _layout(source, spec, quantized)
+    written = _layout(source, spec, places, quantized)
     total, done = sum(info.shape[0] if info.shape else 1 for info in given.values()), 0
     with SafetensorsWriter(file, written) as writer:
         for name, info in given.items():
@@ -179,7 +190,10 @@ def _write_tensors(
 
 
 def _layout(
-    source: TensorSource, spec: ModelSpec, quantized: Mapping[str, Quantized]
+    source: TensorSource,
+    spec: ModelSpec,
+    places: Mapping[str, Place],
+    quantized: Mapping[str, Quantized],
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return name -> shape and dtype of the tensors to write, in the order of the file.
 
@@ -189,7 +203,6 @@ def _layout(
     of a CPU cache line.
     """
     given = source.describe()
-    places = place_tensors(spec, given)
     order = sorted(quantized, key=lambda name: (places[name].parameter, places[name].first_row))
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for kind, number in itertools.product(("int8", "int4"), range(len(_ENDS))):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
+from gptmanager.models.conversion import convert_checkpoint
 from gptmanager.models.families import FAMILIES
 from gptmanager.models.families.wrappers import TEXT_DEFAULTS, TEXT_FAMILIES
 from gptmanager.models.read_spec import read_spec
@@ -198,6 +199,29 @@ def test_adapters_of_phi4_for_images_and_sounds_are_not_read() -> None:
     models = [load_model(it, dtype="float32") for it in ((config, state), (flat, tensors))]
     plain, own = (PagedDriver(model, 1).forward([(0, LONG)]) for model in models)
     assert torch.equal(plain, own)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", ""])
+def test_a_converted_model_is_quantized_whatever_its_tensors_are_called(
+    prefix: str, tmp_path: Path
+) -> None:
+    config, state = checkpoint(family_model("mistral"))
+    wrapped = {"model_type": "mistral3", "text_config": config, "tie_word_embeddings": False}
+    other = {prefix + (k if prefix else k.removeprefix("model.")): it for k, it in state.items()}
+    models, counts = [], []
+    for own, tensors in ((config, state), (wrapped if prefix else config, other)):
+        folder = tmp_path / str(len(models))
+        folder.mkdir()
+        whole = {key: it.contiguous() for key, it in tensors.items()}
+        save_file(whole, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(own))
+        converted = convert_checkpoint(folder, folder / "int8", weights_dtype="int8")
+        written = load_file(converted / "model.safetensors")
+        counts.append(sum(it.dtype is torch.int8 for it in written.values()))
+        models.append(load_model(converted, dtype="float32", weights_dtype="file"))
+    assert counts[0] == counts[1] > 20
+    logits = [PagedDriver(model, 1).forward([(0, LONG)]) for model in models]
+    assert torch.equal(*logits)
 
 
 def test_a_flat_config_with_mrope_is_that_of_its_text_model() -> None:
