@@ -31,7 +31,10 @@ _ENCODER = {
 }
 # transformers does not have them, saves other names than it reads, or builds large parts
 _LEFT_OUT = {"internvl_chat", "kimi_vl", "kimi_k25", "exaone4_5", "qwen2_5_omni", "qwen3_omni_moe"}
-_LEFT_OUT |= {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
+_LEFT_OUT |= {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "nemotron_h_omni", "phi4mm"}
+_LEFT_OUT |= {"NemotronH_Nano_VL_V2", "phi4_multimodal", "granite_speech_plus", "qwen3_asr"}
+_LEFT_OUT |= {"perception_lm"}  # needs timm
+_OF_SOUND = ("voxtral", "fun_asr_nano", "glmasr")
 
 
 def parameters(weights: Weights) -> list[Tensor]:
@@ -75,7 +78,7 @@ def test_an_update_of_a_wrapper_gives_the_parameters_of_the_folder(
     text |= {"model_type": own if own in TEXT_FAMILIES else family, "mlp_only_layers": []}
     if name == "glm4v_moe":
         text["use_qk_norm"] = False  # transformers ignores it there
-    encoder = "audio_config" if name == "voxtral" else "vision_config"
+    encoder = "audio_config" if name in _OF_SOUND else "vision_config"
     config = transformers.AutoConfig.for_model(name, text_config=text, **{encoder: _ENCODER})
     with torch.random.fork_rng():
         torch.manual_seed(0)

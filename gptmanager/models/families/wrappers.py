@@ -67,7 +67,6 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "perception_lm": "llama",
     "phi4_multimodal": "phi3",
     "phi4mm": "phi3",
-    "qianfan_ocr": "qwen3",
     "qwen2_5_omni": "qwen2",
     "qwen2_5_omni_thinker": "qwen2",
     "qwen2_5_omni_text": "qwen2",
