@@ -174,7 +174,6 @@ def experts_of(
     score: Score = "softmax",
     renormalize: bool | str = "norm_topk_prob",
     sum_eps: float = 1e-20,
-    tolerance: str | None = None,
     correction: bool | str = False,
     group_score: Literal["two_best", "best"] = "two_best",
     shared: str | None = None,
@@ -190,12 +189,11 @@ def experts_of(
     The reader returns None if the config has no experts, or if `is_dense` is true for the layer.
     Names of config fields are `count`, `width`, `per_token`, `shared` (width of the shared MLP),
     `num_shared` (number of shared experts, each as wide as an expert), `latent` (size of the inputs
-    and outputs of experts, if not the hidden size), `tolerance` (half of `Routing.tolerance`), and
-    any other str.
+    and outputs of experts, if not the hidden size), and any other str.
     """
 
     def read(fields: Fields, layer: int) -> tuple[Experts, int] | None:
-        own = width, per_token, shared, num_shared, renormalize, correction, latent, tolerance
+        own = width, per_token, shared, num_shared, renormalize, correction, latent
         fields.note_read(*(it for it in (*own, *_further(fields)) if isinstance(it, str)))
         number = 0 if fields.get(count) is None else fields.count(count)
         if is_dense(fields, layer) or not number:  # `is_dense` first, as it marks fields as read
@@ -214,7 +212,6 @@ def experts_of(
             group_score=group_score,
             scales_inputs=score == "sigmoid_of_best",  # Llama 4
             sum_eps=sum_eps,
-            tolerance=0.0 if tolerance is None else 2 * fields.number(tolerance, limit=1.0),
         )
         experts = Experts(
             number,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from gptmanager.models.families import readers
 from gptmanager.models.families.base import (
@@ -129,11 +128,21 @@ def _hunyuan_experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
     return _HUNYUAN(Fields({**own, "moe_topk": given[layer]}, {}, {}), layer)
 
 
-def _two_experts(fields: Fields) -> Mapping[str, Any]:
-    """Refuse a number of experts for a token other than 2, which transformers assumes."""
+_PHIMOE = experts_of(
+    "num_local_experts", width="intermediate_size", score="sparse_mixer", renormalize=False
+)
+
+
+def _phimoe_experts(fields: Fields, layer: int) -> tuple[Experts, int] | None:
+    """Return a layer's experts, of which a token has two as in transformers, and their width."""
+    tolerance = 2 * fields.number("router_jitter_noise", limit=1.0)
+    found = _PHIMOE(fields, layer)
     if fields.size("num_experts_per_tok") != 2:
         raise fields.error("num_experts_per_tok", "must be 2")
-    return {}
+    if found is None:
+        return None
+    experts, width = found
+    return replace(experts, routing=experts.routing._replace(tolerance=tolerance)), width
 
 
 MIXTURES: Mapping[str, Family] = {
@@ -170,14 +179,7 @@ MIXTURES: Mapping[str, Family] = {
         norms=LAYER_NORM,
         head_bias="lm_head_bias",
         windows="all",
-        network=_two_experts,
-        experts=experts_of(
-            "num_local_experts",
-            width="intermediate_size",
-            score="sparse_mixer",
-            renormalize=False,
-            tolerance="router_jitter_noise",
-        ),
+        experts=_phimoe_experts,
     ),
     "qwen2_moe": replace(
         LLAMAS["qwen2"],
