@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mutation_operators import Mutant
 
-COPIED = ("gptmanager", "callbacks", "cuda", "tests", "examples", "setup.cfg", "README.md")
+COPIED = ("gptmanager", "callbacks", "cuda", "tests", "examples", "docs", "setup.cfg", "README.md")
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 NO_COMPILE, EQUIVALENT = "no compile", "equivalent"
 DEAD = (KILLED, TIMEOUT)
