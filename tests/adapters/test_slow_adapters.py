@@ -110,8 +110,8 @@ def test_kernels_of_adapters_are_compiled_with_the_first_adapter(made, monkeypat
     compiled, compile_all = [], compiled_bodies.compile_all
 
     def watched(bodies, on_progress=None):
-        names = [body.__name__ for body in bodies]
-        compiled.append((threading.current_thread().name.rpartition("_")[0], names))
+        if names := [body.__name__ for body in bodies]:
+            compiled.append((threading.current_thread().name.rpartition("_")[0], names))
         compile_all(bodies, on_progress)
 
     monkeypatch.setattr(compiled_bodies, "compile_all", watched)

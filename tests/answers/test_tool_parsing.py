@@ -132,7 +132,7 @@ def test_patterns_that_are_matched_with_each_piece_have_limits():
 
 
 def test_an_object_that_is_nested_too_deeply_is_text():
-    text = '<tool_call>{"id": ' + "[" * 10**4 + "]" * 10**4 + ', "name": "add"}</tool_call>'
+    text = '<tool_call>{"id": ' + "[" * 10**5 + "]" * 10**5 + ', "name": "add"}</tool_call>'
     assert parsed([text], tagged=True) == (text, [])
 
 
