@@ -45,6 +45,7 @@ _COUNTS = {
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     *("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_dense_layers"),
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "moe_shared_expert_intermediate_size",
     *("moe_layer_start_index", "moe_layer_end_index"),
     *("max_window_layers", "pad_token_id"),
 }
