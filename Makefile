@@ -128,8 +128,8 @@ clean:  ## remove what can be made again, but .venv
 	find $(CODE) -name __pycache__ -prune -exec rm -rf {} +
 
 $(RUN): setup.cfg Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { \
-	  echo "gptmanager needs Python 3.10 to 3.13, and '$(PYTHON)' is none of them." >&2; \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' || { \
+	  echo "gptmanager needs Python 3.10 to 3.14, and '$(PYTHON)' is none of them." >&2; \
 	  echo "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install $(TORCH)

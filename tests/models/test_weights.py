@@ -308,7 +308,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
             {"m.a.weight": "/etc/passwd"},
             "weight_map names '/etc/passwd', which must be a file name without a folder",
         ),
-        ({"m.a.weight": "a\0b"}, r"/a\x00b' cannot be read: embedded null byte"),
+        ({"m.a.weight": "a\0b"}, r"/a\x00b' cannot be read: "),
         (["model-0.safetensors"], "weight_map = ['model-0.safetensors']: must be an object"),
         ("?", "weight_map = '?': must be an object"),
     ],

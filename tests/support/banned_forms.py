@@ -53,10 +53,17 @@ def banned_forms(text: str, suffix: str) -> list[str]:
     return found
 
 
+# Python 3.12 and later have tokens for the texts of f-strings, and 3.14 for those of t-strings.
+_TEXTS = {
+    getattr(tokenize, name, tokenize.STRING)
+    for name in ("COMMENT", "STRING", "FSTRING_MIDDLE", "TSTRING_MIDDLE")
+}
+
+
 def _pieces(text: str, suffix: str) -> Iterator[tuple[int, str]]:
     if suffix == ".py":
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type in (tokenize.COMMENT, tokenize.STRING):
+            if token.type in _TEXTS:
                 yield token.start[0], token.string
     else:
         for match in _IN_C.finditer(text):

@@ -84,4 +84,4 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 def allowed_growth(body: bytes) -> int:
     """The bytes by which a server may grow while it answers one body."""
-    return (64 << 20) + 10 * len(body)
+    return (96 << 20) + 10 * len(body)
