@@ -93,7 +93,9 @@ def test_low_scores_of_experts_of_lfm2_are_weighed_as_in_transformers() -> None:
 
 
 def test_phimoe_chooses_and_weighs_experts_as_transformers() -> None:
-    phimoe = pytest.importorskip("transformers.models.phimoe.modeling_phimoe")
+    phimoe = pytest.importorskip(
+        "transformers.models.phimoe.modeling_phimoe", reason="compares with transformers"
+    )
     experts = read_spec(family_config("phimoe")).layers[0].mlp.experts
     logits = torch.randn(99, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact, expected = phimoe.sparsemixer(logits, experts.routing.tolerance / 2, training=False)
