@@ -206,7 +206,7 @@ def test_the_summary_is_what_the_files_say(run, tmp_path):
 
 def test_latencies_by_hand():
     metrics = [
-        {"queue_s": 0.0, "first_token_s": 0.1, "last_token_s": 0.5, "generated_tokens": 5},
+        {"queue_s": 0.0, "first_token_s": 0.1, "last_token_s": 0.50006, "generated_tokens": 5},
         {"queue_s": 0.2, "first_token_s": 0.3, "last_token_s": 0.3, "generated_tokens": 1},
         {"queue_s": 0.0, "first_token_s": 0.2, "last_token_s": 0.8, "generated_tokens": 4},
         {
@@ -218,7 +218,7 @@ def test_latencies_by_hand():
     ]
     assert latencies(metrics, [0.0, 0.0, 1.0, 2.0]) == {
         "time_to_first_token_ms": {"p50": 300.0, "p90": 1020.0, "p99": 1182.0},
-        "time_per_output_token_ms": {"p50": 150.0, "p90": 190.0, "p99": 199.0},
+        "time_per_output_token_ms": {"p50": 150.01, "p90": 190.0, "p99": 199.0},
         "queue_ms": {"p50": 200.0, "p90": 840.0, "p99": 984.0},
     }
     assert latencies([], [])["queue_ms"] == {}

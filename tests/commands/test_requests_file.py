@@ -511,6 +511,7 @@ def test_lines_name_adapters_by_their_folders(tmp_path):
     assert tensors(other)["lora_task_id"] == 7
     assert tensors(other)["lora_config"] == [[1, 0, 2]]
     assert tensors(first)["lora_config"] == [[1, 0, 1]]
+    assert tensors(first)["lora_task_id"] == 1 << 32  # above the ids that lines give
     assert tensors(again) == tensors(first)
     assert again.request.tensors["lora_weights"] is first.request.tensors["lora_weights"]
     assert not base.request.tensors.keys() & {"lora_task_id", "lora_weights"}

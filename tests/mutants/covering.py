@@ -245,6 +245,12 @@ _CORE = {
     "test_callables test_watching test_step_signal test_hosts",
     "gptmanager/journal": "test_journal_command test_journal_disk test_journal_deaths "
     "test_journal_resumes",
+    # What happened, and what would have happened.
+    "gptmanager/recorder": "test_black_box test_recorder test_hostile_recordings test_watching "
+    "test_replay test_adapters_in_recordings",
+    "gptmanager/replay": "test_replay test_recorder test_black_box",
+    "gptmanager/simulator": "test_simulator test_hostile_recordings test_recorder",
+    "gptmanager/bindings": "test_bindings test_hosts",
     # What the commands do.
     "gptmanager/commands": "test_cli test_vllm_peer test_bench",
     "gptmanager/commands/chat": "test_conversation test_chat_thoughts test_chat_command",
