@@ -33,6 +33,7 @@ from gptmanager.errors import ManagerDeadError, RecordingError
 from gptmanager.recorder.recording_file import read_recording
 from gptmanager.replay import replay
 
+TINY_LLAMA = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"
 SCHEMA = json.loads(files("gptmanager").joinpath("statistics.schema.json").read_text())
 
 
@@ -288,17 +289,25 @@ def test_stop_texts_and_the_checkpoints_end_token(run, model, tmp_path):
     stop = tokenizer.decode([whole[position]])
     request = {"input_ids": [65], "max_new_tokens": 30}
     outcome = run(
-        {**request, "stop": [stop]},
-        {**request, "end_id": whole[position]},
+        {**request, "stop": "never"},
+        {**request, "end_id": whole[position], "stop": []},
         request,
-        options=["--output", out],
+        options=["--output", out, "--stop", "never", "--stop", stop],
     )
 
     assert outcome.code == 0
-    stopped, ended, free = read_lines(out)
-    assert stopped["finish_reason"] == "STOP_WORDS" and ended["finish_reason"] == "END_ID"
-    assert stopped["output_ids"] == ended["output_ids"] == whole[:position]
+    free, ended, stopped = read_lines(out)
     assert free["output_ids"] == whole
+    assert ended["finish_reason"] == "END_ID" and ended["output_ids"] == whole[:position]
+    assert stopped["finish_reason"] == "STOP_WORDS" and stopped["text"] == ended["text"]
+    assert stopped["output_ids"] == whole[: position + 1]  # with the token that ends the text
+
+
+def test_a_stop_text_ends_an_answer_however_it_is_split_into_tokens(call):
+    """The model writes " day" as one token, and the tokens of "ay" are others."""
+    prompt = ("--prompt", "Tom had a red ball. ", "--max-new-tokens", 6)
+    outcome = call("run", "--model", TINY_LLAMA, *prompt, "--stop", "ay")
+    assert outcome.out == "ext d\n"
 
 
 def test_without_a_tokenizer_token_ids_run(call, tmp_path):

@@ -112,26 +112,25 @@ def test_both_names_of_streaming(name):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "stop"),
     [
-        ({"stop": "ab"}, ["ab"]),
-        ({"stop": ["ab", "c"]}, ["ab", "c"]),
-        ({"stop": ["ab"], "stop_words_list": [ids("xy")]}, ["xy", "ab"]),
-        ({"stop_words_list": [ids("xy"), ids("z")]}, ["xy", "z"]),
+        ({"stop": "ab"}, ("ab",)),
+        ({"stop": ["ab", "c"]}, ("ab", "c")),
+        ({"stop": []}, None),
+        ({"stop": None}, None),
+        ({}, None),
     ],
 )
-def test_stop_words(fields, words):
+def test_stop_texts(fields, stop):
     (line,) = read({"prompt": "a", **fields})
+    assert line.stop == stop
+    assert "stop_words_list" not in tensors(line)
+
+
+def test_stop_words_are_tokens():
+    (line,) = read({"prompt": "a", "stop": "b", "stop_words_list": [ids("xy"), ids("z")]})
     tokens, ends = tensors(line)["stop_words_list"][0]
-    assert tokens == ids("".join(words))
-    lengths = np.diff([0, *(end for end in ends if end >= 0)])
-    assert lengths.tolist() == [len(ids(word)) for word in words]
-
-
-def test_no_stop_words():
-    for fields in ({"stop": []}, {"stop_words_list": []}, {"stop": None}):
-        (line,) = read({"prompt": "a", **fields})
-        assert "stop_words_list" not in tensors(line)
+    assert tokens == ids("xyz") and ends[:2] == [len(ids("xy")), len(ids("xyz"))]
 
 
 USER = {"role": "user", "content": "17 + 25 ="}
@@ -210,8 +209,8 @@ def test_messages_for_a_model_without_a_template(tmp_path):
         ({"input_ids": [-1]}, " must be a list of token ids, got "),
         ({"input_ids": [2**31]}, " must be a list of token ids, got "),
         ({"prompt": "a", "stop": 7}, "stop must be a string or a list of strings, got 7"),
-        ({"prompt": "a", "stop": [7]}, "stop must be a string, got 7"),
-        ({"prompt": "a", "stop": ["b", ""]}, "stop = '' must have at least one token"),
+        ({"prompt": "a", "stop": [7]}, "stop must be a string or a list of strings, got [7]"),
+        ({"prompt": "a", "stop": ["b", ""]}, "stop[1] has 0 characters, it must have 1 to 4096"),
         ({"prompt": "a", "stop_words_list": [7]}, "must be a list of lists of token ids, got [7]"),
         ({"prompt": "a", "stop_words_list": 7}, "must be a list of lists of token ids, got 7"),
         ({"prompt": "a", "request_id": "x"}, "request_id must be an integer"),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from gptmanager.terminal.arguments import path_argument, positive, seconds, text_argument, writable
+from gptmanager.terminal.arguments import (
+    nonempty_text,
+    path_argument,
+    positive,
+    seconds,
+    text_argument,
+    writable,
+)
 from gptmanager.terminal.options import add_json, add_manager_options, add_model, add_parser
 from gptmanager.terminal.sampling import add_sampling
 
@@ -18,7 +25,8 @@ A line of FILE is a JSON object with one of
 It may also have
   "max_new_tokens"  the maximum number of tokens of the answer (default: --max-new-tokens)
   "lora"            the folder of an adapter in the format of PEFT
-  "stop"            a text, or a list of texts; the answer ends when the tokens of one are generated
+  "stop"            a text, or a list of texts; the first of them in the answer ends it, and is not
+                    part of it
   "request_id"      an integer (default: the line number)
 and any other input of a request by its name: "temperature", "top_k", "top_p", "random_seed",
 "end_id", "priority", ... Without "end_id", the answer ends at the end ids of the checkpoint's
@@ -73,6 +81,8 @@ def add_command(commands: Any) -> None:
     add_json(parser, "print the summary as JSON; without --output, with the answers")
     text = "maximum number of new tokens, for lines without max_new_tokens (default %(default)s)"
     add("--max-new-tokens", type=positive, default=64, metavar="N", help=text)
+    text = "a text that ends an answer, for lines without stop; may be repeated"
+    add("--stop", type=nonempty_text, action="append", default=[], metavar="TEXT", help=text)
     text = "let each iteration take at least S seconds"
     add("--pace", type=seconds, default=0.0, metavar="S", help=text)
     add_sampling(parser, _SAMPLING)

@@ -14,6 +14,7 @@ import orjson
 
 from gptmanager.callbacks import JsonLinesSink, RequestQueue, broadcast, fan_out, load_tokenizer
 from gptmanager.callbacks.text.checkpoint import has_tokenizer
+from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.commands.follow import follow, is_follower
 from gptmanager.commands.run.chat_prompts import ChatPrompts
 from gptmanager.commands.run.progress_display import ProgressDisplay
@@ -85,7 +86,8 @@ def serve_file(
     sampling = {
         SAMPLING_VALUES[name].tensor: value for name, value in given_sampling(options).items()
     }
-    defaults = {"request_output_len": options.max_new_tokens, **sampling}
+    stop = checked_stops(options.stop)
+    defaults = {"request_output_len": options.max_new_tokens, "stop": stop, **sampling}
     limits: dict[str, Any] = {"defaults": defaults, "max_tokens": sizes.max_seq_len}
     if options.prompt is None:
         own: dict[str, Any] = {"chats": chats, "model": options.model, **limits}

@@ -22,6 +22,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from gptmanager.callbacks.text.stop_strings import checked_stops
 from gptmanager.callbacks.text.text_encoder import LONG_TEXT, TextEncoder
 from gptmanager.commands.run.adapter_folders import AdapterFolders
 from gptmanager.commands.run.chat_prompts import ChatPrompts
@@ -38,6 +39,7 @@ class RequestLine:
     request_id: int | None  # None if the line's id is invalid
     prompt: str | None = None
     request: InferenceRequest | None = None
+    stop: Sequence[str] | None = None  # texts that end the output
     error: InvalidRequestError | None = None
     # Set if the line is long: encodes its text, and returns the line with its request or error.
     build: Callable[[], RequestLine] | None = None
@@ -56,9 +58,8 @@ def read_requests(
     """Yield a `RequestLine` for every line that is not blank. The default of `request_id` is the
     line's number.
 
-    `defaults`: values for lines without these fields, by tensor name; `request_output_len` is one
-    of them. `folder`: where relative adapter paths
-    start. `max_tokens`: the most tokens of prompt and output together. If a token can represent
+    `defaults`: values for lines without these fields, by tensor name, and `stop`;
+    `request_output_len` is one of them. `folder`: where relative adapter paths start. `max_tokens`: the most tokens of prompt and output together. If a token can represent
     only a limited number of bytes, a long text that cannot fit is refused before it is encoded. A
     long line is yielded with `build` set, which any thread may call to encode the text. `chats`
     renders messages. If `chats` is None, lines with messages are refused. If `model` is given,
@@ -155,12 +156,12 @@ def _build(
 ) -> RequestLine:
     try:
         input_ids = _input_ids(fields, prompt, encoder, chats)
-        fields["stop_words_list"] = _stop_words(fields, encoder)
+        stop = _stop_texts(fields, encoder)
         length = fields.pop("request_output_len")
         request = InferenceRequest.from_tokens(request_id, input_ids, length, **fields)
     except (InvalidRequestError, TypeError, ValueError, OverflowError) as error:
         return _wrong(number, request_id, prompt, error)
-    return RequestLine(number, request_id, prompt, request)
+    return RequestLine(number, request_id, prompt, request, stop)
 
 
 def _wrong(number: int, request_id: Any, prompt: Any, error: Exception) -> RequestLine:
@@ -192,18 +193,15 @@ def _input_ids(
     return found
 
 
-def _stop_words(fields: dict[str, Any], encoder: TextEncoder) -> list[list[int]] | None:
-    """Return `stop_words_list`, then the tokens of `stop`; None if neither is given."""
-    words = fields.pop("stop_words_list", [])
-    stop = fields.pop("stop", [])
+def _stop_texts(fields: dict[str, Any], encoder: TextEncoder) -> tuple[str, ...] | None:
+    """Return the texts of `stop`, or None if there are none."""
+    stop = fields.pop("stop", ())
     texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list):
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequestError(f"stop must be a string or a list of strings, got {quoted(stop)}")
-    found = [encoder.encode("stop", text, special=False) for text in texts]
-    if [] in found:
-        empty = quoted(texts[found.index([])])
-        raise InvalidRequestError(f"stop = {empty} must have at least one token")
-    return [*words, *found] or None
+    if texts:
+        encoder.encode("stop", texts[0], special=False)  # raises without a tokenizer
+    return checked_stops(texts) or None
 
 
 def _error(number: int, error: object) -> InvalidRequestError:

@@ -50,7 +50,9 @@ def result_line(
         error = outcome or line.error or InvalidRequestError("the request was not submitted")
         return {**result, "error": response_text(error)}
     output_ids = outcome.generated_ids[0]
-    if tokenizer is not None:
+    if outcome.texts:  # cut before a stop text
+        result["text"] = outcome.texts[0]
+    elif tokenizer is not None:
         stream = TextStream(tokenizer, outcome.prompt_ids)
         result["text"] = stream.push(output_ids) + stream.flush()
     metrics = outcome.metrics

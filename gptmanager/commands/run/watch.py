@@ -163,7 +163,7 @@ class Watch:
             return
         submitted_at = time.monotonic()
         try:
-            generation = queue.submit(line.request)
+            generation = queue.submit(line.request, stop=line.stop)
         except ManagerDeadError as error:  # the manager failed in the meantime
             self._recorder.news.append(Refusal(time.monotonic(), line, error))
             return
