@@ -59,11 +59,12 @@ def read_requests(
     line's number.
 
     `defaults`: values for lines without these fields, by tensor name, and `stop`;
-    `request_output_len` is one of them. `folder`: where relative adapter paths start. `max_tokens`: the most tokens of prompt and output together. If a token can represent
-    only a limited number of bytes, a long text that cannot fit is refused before it is encoded. A
-    long line is yielded with `build` set, which any thread may call to encode the text. `chats`
-    renders messages. If `chats` is None, lines with messages are refused. If `model` is given,
-    adapters must fit that checkpoint.
+    `request_output_len` is one of them. `folder`: where relative adapter paths start. `max_tokens`:
+    the most tokens of prompt and output together. If a token can represent only a limited number of
+    bytes, a long text that cannot fit is refused before it is encoded. A long line is yielded with
+    `build` set, which any thread may call to encode the text. `chats` renders messages. If `chats`
+    is None, lines with messages are refused. If `model` is given, adapters must fit that
+    checkpoint.
     """
     first_use: dict[int | None, int] = {}
     encoder, adapters = TextEncoder(tokenizer, max_tokens), AdapterFolders(Path(folder), model)
