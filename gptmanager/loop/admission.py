@@ -345,7 +345,8 @@ def _salt(value: Any) -> str | int | None:
         return None
     # Subclasses of str and int are converted: their own code would run in every lookup.
     if isinstance(value, str):
-        return str.__str__(value)
+        text = str.__str__(value)
+        return f"str {text}" if text.startswith(("int ", "str ")) else text  # not a long integer
     if isinstance(value, int):
         number = int.__index__(value)
         # The state of a loop as JSON has integers of at most 64 bits.

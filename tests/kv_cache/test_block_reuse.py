@@ -18,6 +18,7 @@ from gptmanager import (
     OptionalParams,
     SchedulerConfig,
 )
+from gptmanager.loop.admission import _salt
 from gptmanager.loop.responses import REQUEST_METRICS
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
@@ -180,6 +181,12 @@ def test_salts_separate_and_equal_salts_share(source):
         for i, salt in enumerate([None, "a", "b", "a", 1, "1", None]):
             served.run(request(i, salt))
         assert served.cached(*range(7)) == [0, 0, 0, 39, 0, 0, 39]
+
+
+def test_a_long_integer_is_another_salt_than_each_text():
+    for number in (2**64, -(2**63) - 1, 2**128 - 1):
+        texts = [f"int {number:#x}", f"str int {number:#x}"]
+        assert len({_salt(salt) for salt in (number, number + 1, *texts)}) == 4
 
 
 def test_a_salt_that_is_neither_text_nor_number_is_refused(source):
