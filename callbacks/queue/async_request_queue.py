@@ -35,6 +35,7 @@ class AsyncRequestQueue(RequestQueue):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._turns: deque[AsyncWaiter] = deque()  # one per task in `submit_async`, oldest first
+        self._stopped: set[AsyncWaiter] = set()  # turns that are woken when their event loops start
 
     async def stream(
         self,
@@ -132,9 +133,10 @@ class AsyncRequestQueue(RequestQueue):
         return requests
 
     def _is_taken(self, generation: Generation, turn: AsyncWaiter) -> bool:
-        if self._turns[0].is_abandoned:
-            self._wake_first()
-        if self._turns[0] is not turn:
+        with self._lock:
+            self._stopped.discard(turn)
+            first = next(other for other in self._turns if other.is_running)
+        if first is not turn:
             return False
         try:
             self._push([generation], 0.0)
@@ -143,9 +145,18 @@ class AsyncRequestQueue(RequestQueue):
         return True
 
     def _wake_first(self) -> None:
-        """Wake the first task that waits for room; tasks of closed event loops wait no longer."""
+        """Wake the first task that waits for room, and those before it in stopped event loops.
+
+        Tasks of closed event loops wait no longer.
+        """
         with self._lock:
-            while self._turns and self._turns[0].is_abandoned:
-                self._turns.popleft()  # its task can be garbage-collected now, and frees its id
-            if self._turns:
-                self._turns[0].wake()
+            for turn in tuple(self._turns):
+                if turn.is_running:
+                    turn.wake()
+                    break
+                if turn.is_abandoned:
+                    self._turns.remove(turn)  # its task can be garbage-collected, and frees its id
+                    self._stopped.discard(turn)
+                elif turn not in self._stopped:
+                    turn.wake()
+                    self._stopped.add(turn)

@@ -88,6 +88,11 @@ class AsyncWaiter:
         """Whether the event loop is closed, so that no task can return from `wait`."""
         return self._loop.is_closed()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the event loop runs. If it is stopped, `wait` may return after its next start."""
+        return self._loop.is_running()
+
     def wake(self, *, may_wait: bool = False) -> None:
         """Let `wait` return soon. Any thread may call this method.
 

@@ -191,6 +191,35 @@ def test_a_task_whose_event_loop_was_closed_holds_up_nobody(is_woken):
     assert requests.num_open == 2 and not requests._turns
 
 
+def test_tasks_of_a_stopped_event_loop_hold_up_nobody_and_go_on_when_it_starts_again():
+    requests = AsyncRequestQueue(max_pending=1)
+
+    async def submit(number):
+        return (await requests.submit_async([number], 5)).request_id
+
+    async def leave():
+        await submit(0)
+        waiting.append(asyncio.ensure_future(submit(1)))
+        await asyncio.sleep(0)
+
+    async def main():
+        later = asyncio.ensure_future(submit(2))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            found.extend(take(requests))
+            await asyncio.sleep(0)
+        return await later
+
+    waiting, found = [], []
+    with closing(asyncio.new_event_loop()) as loop:
+        loop.run_until_complete(leave())
+        assert asyncio.run(main()) == 3 and found == [1, 3]
+        assert len(waiting[0].get_loop()._ready) <= 1  # however many iterations made room
+        assert loop.run_until_complete(waiting[0]) == 2
+    assert take(requests) == [2]
+    assert not requests._turns and not requests._stopped
+
+
 def test_a_cancelled_pending_request_makes_room():
     requests = AsyncRequestQueue(max_pending=1)
 
