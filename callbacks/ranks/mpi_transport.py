@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.environment.distribution import install_command
+from gptmanager.environment.distribution import install_command, too_old
 from gptmanager.errors import CallbackError, ConfigError, InvalidRequestError, response_text
 from gptmanager.host.rank_messages import pack_requests, unpack_requests
 from gptmanager.host.received_requests import collect_ids, items_of, read_id, read_request
@@ -126,6 +126,8 @@ def _raising(items: list[Any], error: Exception) -> Iterator[Any]:
 
 
 def _world() -> Any:
+    if (old := too_old("mpi")) is not None:
+        raise ConfigError(f"broadcast(transport='mpi') needs {old}")
     try:
         from mpi4py import MPI
     except ImportError as error:

@@ -17,7 +17,7 @@ from gptmanager import GptManager, InferenceRequest, NamedTensor
 from gptmanager.arguments import able, at_least, function
 from gptmanager.callbacks.sinks.metric_counts import Histogram, IterationCounts, RequestCounts
 from gptmanager.callbacks.sinks.metric_names import METRIC, METRICS, TRITON, VLLM, checked_prefix
-from gptmanager.environment.distribution import install_command
+from gptmanager.environment.distribution import install_command, too_old
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.lifecycle.callables import passed_on
 
@@ -384,6 +384,8 @@ def _replace_sinks(
 
 
 def _prometheus_client() -> Any:
+    if (old := too_old("metrics")) is not None:
+        raise ConfigError(f"PrometheusSink needs {old}")
     try:
         return importlib.import_module("prometheus_client")
     except ImportError as error:

@@ -7,7 +7,6 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from gptmanager.bench.machine import card, find_gpu, processor, versions
 from gptmanager.cuda.cache_folder import cache_folder
 from gptmanager.cuda.features import Features
-from gptmanager.environment.distribution import DISTRIBUTION
+from gptmanager.environment.distribution import unmet_requirements
 from gptmanager.environment.machine.control_groups import cpu_quota
 from gptmanager.environment.machine.cores import num_cores, num_schedulable
 from gptmanager.environment.machine.memory import free_memory_bytes
@@ -77,7 +76,7 @@ def report() -> dict[str, Any]:
         "gpu": _gpu(),
         "switches": ", ".join(Features.asked().words) or "none",
         "environment": _environment(),
-        "extras": _extras(),
+        **_requirements(),
     }
 
 
@@ -115,31 +114,15 @@ def _environment() -> dict[str, str]:
     return found
 
 
-def _extras() -> dict[str, str]:
-    """Return, for each extra, "installed" or a text that names the missing packages."""
-    try:
-        requirements = metadata.requires(DISTRIBUTION) or []
-    except metadata.PackageNotFoundError:
-        return {}  # a checkout that is not installed
-    missing: dict[str, dict[str, None]] = {}  # names as keys, as one may be required twice
-    for line in requirements:
-        needed, _, when = line.partition(";")
-        if "extra ==" not in when or "python_version" in when:
-            continue
-        extra = when.split("extra ==")[1].strip(" \"'")
-        name = needed.strip().partition("[")[0].partition(" ")[0]
-        for sign in "<>=!~":
-            name = name.partition(sign)[0]
-        missing.setdefault(extra, {}).update({} if _is_installed(name) else {name: None})
+def _requirements() -> dict[str, Any]:
+    """Return whether the requirements of the library and of each extra are met, or what is missing.
+
+    A package that is too old counts as missing.
+    """
+    unmet = unmet_requirements()
+    lacking = {extra: ", ".join(map(str, unmet[extra])) for extra in sorted(unmet)}
+    own = lacking.pop("", "")
     return {
-        extra: f"lacks {', '.join(names)}" if names else "installed"
-        for extra, names in sorted(missing.items())
+        "requirements": f"lacks {own}" if own else "met",
+        "extras": {extra: f"lacks {it}" if it else "installed" for extra, it in lacking.items()},
     }
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from gptmanager.environment.distribution import install_command
+from gptmanager.environment.distribution import install_command, too_old
 from gptmanager.errors import ConfigError
 
 _PACKAGES = {
@@ -15,7 +15,12 @@ _PACKAGES = {
 
 
 def load_extra(extra: str, module: str) -> Any:
-    """Import and return `module`. Raises ConfigError if a package of `extra` is not installed."""
+    """Import and return `module`.
+
+    Raises ConfigError if a package of `extra` is not installed, or too old.
+    """
+    if (old := too_old(extra)) is not None:
+        raise ConfigError(f"gptmanager serve needs {old}")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -2,6 +2,8 @@
 
 import json
 import platform
+from importlib import metadata
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,12 @@ import pytest
 from gptmanager import ModelType, cli
 from gptmanager.bench import environment_main
 from gptmanager.bench.roofline import Ceilings
+from gptmanager.callbacks import PrometheusSink, broadcast
+from gptmanager.decoding.guided.guided import GuidedDecoding
 from gptmanager.environment.legible_json import legible
+from gptmanager.errors import ConfigError
+from gptmanager.models.hf.library import load_transformers_library
+from gptmanager.server.extras import load_extra
 
 
 def test_the_report_has_what_a_bug_report_needs_and_no_secret(capsys, monkeypatch):
@@ -40,15 +47,45 @@ def test_a_machine_without_a_folder_for_kernels_gets_a_report(capsys, monkeypatc
 @pytest.mark.parametrize(
     ("lines", "extras"),
     [
-        (["torch>=2", 'numpy[x]>=1; extra == "a"'], {"a": "installed"}),
+        (["torch>=2", 'numpy[x]<9,>=1; extra == "a"'], {"a": "installed"}),
+        (
+            ['numpy>=2000; extra == "e"'],
+            {"e": f"lacks numpy>=2000 ({version('numpy')} is installed)"},
+        ),
         (['no-such-thing>=1; extra == "b"', 'numpy; extra == "b"'], {"b": "lacks no-such-thing"}),
         (['no-such; extra == "d"', 'no-such[x]>=1; extra == "d"'], {"d": "lacks no-such"}),
         (['none-such; python_version < "3" and extra == "c"'], {}),
     ],
 )
 def test_extras_are_installed_or_lack_packages(monkeypatch, lines, extras):
-    monkeypatch.setattr(environment_main.metadata, "requires", lambda name: lines)
-    assert environment_main._extras() == extras
+    monkeypatch.setattr(metadata, "requires", lambda name: lines)
+    assert environment_main._requirements() == {"requirements": "met", "extras": extras}
+
+
+def test_requirements_of_the_library_that_are_not_met(monkeypatch):
+    lines = ["torch>=2", "none-such>=1", "numpy>=1999.5", 'rich>=13; extra == "a"']
+    monkeypatch.setattr(metadata, "requires", lambda name: lines)
+    unmet = f"lacks none-such, numpy>=1999.5 ({version('numpy')} is installed)"
+    assert environment_main._requirements() == {"requirements": unmet, "extras": {"a": "installed"}}
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (lambda: load_extra("server", "none"), "gptmanager serve needs httptools>=.*, uvicorn>="),
+        (lambda: load_extra("triton", "none"), "gptmanager serve needs .*, grpcio>="),
+        (load_transformers_library, "model_backend = 'transformers' needs transformers>="),
+        (lambda: GuidedDecoding(None), "guided decoding needs llguidance>="),
+        (lambda: broadcast(transport="mpi"), "broadcast.transport='mpi'. needs mpi4py>="),
+        (lambda: PrometheusSink(model_name="m"), "PrometheusSink needs prometheus-client>="),
+    ],
+)
+def test_a_package_that_is_too_old_is_named_with_the_command_that_upgrades_it(
+    monkeypatch, use, text
+):
+    monkeypatch.setattr(metadata, "version", lambda name: "0.1.0")
+    with pytest.raises(ConfigError, match=rf"{text}.* \(0.1.0 is installed\).*: pip install '"):
+        use()
 
 
 def test_what_reports_may_hold_is_json():

@@ -29,7 +29,7 @@ from gptmanager.decoding.guided.grammar_matcher import (
 )
 from gptmanager.decoding.guided.grammar_trial import GrammarTrials
 from gptmanager.decoding.processors.rows import RowProcessor, RowSession
-from gptmanager.environment.distribution import install_command
+from gptmanager.environment.distribution import install_command, too_old
 from gptmanager.environment.machine.cores import num_cores
 from gptmanager.errors import CapacityError, ConfigError, InvalidRequestError, quoted
 from gptmanager.kernels.token_masks import mask_logits
@@ -87,6 +87,8 @@ class GuidedDecoding(RowProcessor):
         max_grammars: int = 256,
         compile_timeout_s: float = 10.0,
     ) -> None:
+        if (old := too_old("guided")) is not None:
+            raise ConfigError(f"guided decoding needs {old}")
         try:
             import llguidance
         except ImportError as error:

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from gptmanager.environment.distribution import install_command
+from gptmanager.environment.distribution import install_command, too_old
 from gptmanager.errors import ConfigError
 
 # The names of our attention functions in transformers: ATTENTION runs in steps, PROBE runs in the
@@ -16,7 +16,9 @@ ATTENTION, PROBE = "gptmanager", "gptmanager_probe"
 
 
 def load_transformers_library() -> Any:
-    """Import and return transformers. Raise ConfigError if it is not installed."""
+    """Import and return transformers. Raise ConfigError if it is not installed, or too old."""
+    if (old := too_old("hf")) is not None:
+        raise ConfigError(f"model_backend = 'transformers' needs {old}")
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
