@@ -333,6 +333,7 @@ models/                       decoder networks, and the table of families
             gpts              GPT-J, StarCoder 1 and Falcon
             llama4            the family of Llama 4
             mixtures          families with mixtures of experts
+            sinks             families with attention sinks: gpt-oss, Granite with windows
             corrected_mixtures  mixtures with a learned correction of scores
             linears           families with linear attention: Qwen3-Next, Qwen3.5
             convolutions      families with short convolutions: LFM2

@@ -125,6 +125,9 @@ def _read_layers(
     for index, window in enumerate(windows):
         own_type = fields.layer_types[index] if fields.layer_types else "full_attention"
         further = family.attention(fields, index)
+        own_rope = rope(own_type, further.get("rope_dim", further.get("head_dim", head_dim)))
+        if own_rope is not None and "rope_theta" in further:
+            own_rope = replace(own_rope, theta=further["rope_theta"])
         attention = Attention(
             heads,
             kv_heads,
@@ -132,9 +135,9 @@ def _read_layers(
             scale=_read_scale(fields, head_dim, index),
             window=window,
             chunked=own_type == CHUNKED and window is not None,
-            rope=rope(own_type, further.get("rope_dim", further.get("head_dim", head_dim))),
+            rope=own_rope,
         )
-        changes = {name: further[name] for name in further if name != "rope_dim"}
+        changes = {it: further[it] for it in further if it not in ("rope_dim", "rope_theta")}
         attention = replace(attention, **changes)
         found = family.experts(fields, index) if family.experts is not None else None
         own = family.mlp(fields, index)

@@ -44,6 +44,7 @@ _ROUTED = {
     "norm_topk_prob": True,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_YARN = {**_ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
 _HALF = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}
 _MSCALES = {
     **{"rope_type": "longrope", "rope_theta": 1e6, "original_max_position_embeddings": 160},
@@ -179,6 +180,19 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "olmoe": {**_TOP2, **_FOUR},
     "flex_olmo": {**_TOP2, **_FOUR, "norm_topk_prob": True},
     "gpt_oss": {**_TOP2, **_LOCAL, **_EVERY_SECOND, "head_dim": 16, "rope_parameters": _ROPE},
+    "mellum": {
+        **{**_MOE, **_FOUR, **_EVERY_SECOND, "head_dim": 16},
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "rope_parameters": {"full_attention": _YARN, "sliding_attention": _ROPE},
+    },
+    "granite_swa": {
+        **{**BASE, **_GRANITE, **_EVERY_SECOND, "attention_bias": True},
+        **{"layer_rope_theta": [5000.0, 0, 300.0, 0]},
+    },
+    "granitemoe_swa": {
+        **{**_TOP2, **_LOCAL, **_GRANITE, "shared_intermediate_size": 32, "sliding_window": 8},
+        **{"layer_rope_theta": [0, 300.0, 0, 5000.0], "rope_parameters": _YARN},
+    },
     "llama4_text": {
         **_HEADS,
         **{**_LOCAL, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2},
@@ -202,6 +216,10 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         **{**_MOE, **_FOUR, "head_dim": 16, "num_shared_experts": 1, "n_group": 2},
         **{"sliding_window": 8, "sliding_window_pattern": 2},
     },
+    "hy_v3": {
+        **{**_MOE, **_FOUR, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True},
+        **{"router_scaling_factor": 1.5, "mlp_layer_types": ["dense", "sparse"] * 2},
+    },
     "afmoe": {
         **{**_MOE, **_FOUR, "head_dim": 16, "num_shared_experts": 1, "route_scale": 1.5},
         **{"sliding_window": 8, "global_attn_every_n_layers": 2, "mup_enabled": True},
@@ -222,10 +240,7 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         **_LATENT,
         "first_k_dense_replace": 1,
         "attention_bias": True,
-        "rope_parameters": {
-            **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
-            **{"mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 40},
-        },
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     },
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "mlp_layer_types": ["dense", "sparse"] * 2},
     "youtu": {**BASE, **_LATENT},
@@ -348,7 +363,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
 }
 
 
-_OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_topk")
+_OF_LAYERS = ("layer_types", "mlp_layer_types", "moe_topk", "layer_rope_theta")
 _FACTORS = ("short_factor", "long_factor")
 
 

@@ -20,6 +20,10 @@ _STACK = {"llama4_text": ".", "gemma4_text": ".switch_glu."}
 _CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _NEMOTRON = {"up_proj": "fc1", "down_proj": "fc2"}
+_GRANITE = {
+    "experts.gate_up_proj": "input_linear.weight",
+    "experts.down_proj": "output_linear.weight",
+}
 
 
 def mlx_folder(name: str, target: Path) -> Path:
@@ -39,6 +43,9 @@ def mlx_folder(name: str, target: Path) -> Path:
     state = {k: it.movedim(2, 1) if k.endswith(_CONVOLUTIONS) else it for k, it in state.items()}
     if config["model_type"] == "lfm2_moe":
         state = {re.sub(r"\bw[123]\b", lambda it: _MIXTRAL[it[0]], k): state[k] for k in state}
+    if config["model_type"] == "granitemoe_swa":
+        names = re.compile("|".join(_GRANITE))
+        state = {names.sub(lambda it: _GRANITE[it[0]], key): state[key] for key in state}
     if config["model_type"] == "nemotron_h":
         expert = re.compile(r"(?<=\d\.)(up|down)_proj\b")
         state = {expert.sub(lambda it: _NEMOTRON[it[0]], key): state[key] for key in state}

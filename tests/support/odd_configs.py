@@ -32,6 +32,7 @@ _ROPE: Mapping[str, Any] = {
 _KINDS = ["default", "linear", "proportional", "llama3", "yarn", "longrope", "dynamic", "mrope"]
 _OTHERS = ["layer_types", "head_dim", "sliding_window_pattern"]
 _OTHERS += ["per_layer_config", "mlp_only_layers", "attn_type_list", "no_rope_layers"]
+_OTHERS += ["layer_rope_theta", "mlp_layer_types"]
 
 
 # Values that are almost never a sensible size or factor.
@@ -55,7 +56,7 @@ _FACTORS = {
     *("attn_logit_softcapping", "final_logit_softcapping", "embedding_multiplier"),
     *("logits_scaling", "residual_multiplier", "attention_multiplier", "logit_scale"),
     *("routed_scaling_factor", "attn_scale", "factor", "attention_factor", "beta_fast", "alpha"),
-    *("route_scale", "scale_emb", "scale_depth", "clip_qkv"),
+    *("route_scale", "router_scaling_factor", "scale_emb", "scale_depth", "clip_qkv"),
     *("high_freq_factor", *_ZERO_FACTORS),
 }
 # null has a meaning: a default, or none of something
@@ -68,7 +69,13 @@ _OPTIONAL = {
     *("factor", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor"),
     *("v_head_dim", "scale_depth", "dim_model_base", "block_ffn_dim_multiplier", "clip_qkv"),
     *("moe_latent_size", "attention_multiplier"),
-    *("route_scale", "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn"),
+    *(
+        "route_scale",
+        "router_scaling_factor",
+        "num_kv_heads",
+        "ffn_hidden_size",
+        "num_ln_in_parallel_attn",
+    ),
     *_ZERO_FACTORS,
 }
 SENSIBLE: Mapping[str, set[str]] = {

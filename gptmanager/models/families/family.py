@@ -59,10 +59,10 @@ class Family:
       state space, or an MLP alone.
 
     `network` returns further fields of the `ModelSpec`. The other three functions also get the
-    index of a layer. `attention` returns further fields of the layer's `Attention`, and `rope_dim`
-    if RoPE rotates only a part of each head. `mlp` returns further fields of the layer's `Mlp`, or
-    None if the layer has no MLP. `experts` returns the layer's mixture of experts and the width of
-    an expert, or None.
+    index of a layer. `attention` returns further fields of the layer's `Attention`, `rope_dim` if
+    RoPE rotates only a part of each head, and `rope_theta` if layers have bases of their own.
+    `mlp` returns further fields of the layer's `Mlp`, or None if the layer has no MLP. `experts`
+    returns the layer's mixture of experts and the width of an expert, or None.
     """
 
     title: str

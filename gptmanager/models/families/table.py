@@ -16,6 +16,7 @@ from gptmanager.models.families.kinds.linears import LINEARS
 from gptmanager.models.families.kinds.llamas import LLAMAS
 from gptmanager.models.families.kinds.mixtures import MIXTURES
 from gptmanager.models.families.kinds.own_code import OWN_CODE
+from gptmanager.models.families.kinds.sinks import SINKS
 from gptmanager.models.families.kinds.state_spaces import STATE_SPACES
 
 FAMILIES: Mapping[str, Family] = {
@@ -25,6 +26,7 @@ FAMILIES: Mapping[str, Family] = {
     **GPTS,
     **OWN_CODE,
     **MIXTURES,
+    **SINKS,
     **CORRECTED_MIXTURES,
     **LATENTS,
     **LINEARS,

@@ -210,6 +210,50 @@ CORRECTED_MIXTURES: Mapping[str, Family] = {
             **_CORRECTED,
         ),
     ),
+    "hy_v3": replace(
+        BIASED_ATTENTION,
+        title="Hunyuan 3",
+        tensors=llama_names(
+            **{**EXPERTS, "router": "mlp.router.gate"},
+            **{it: SHARED[it].replace("shared_experts", "shared_mlp") for it in SHARED},
+            correction="mlp.expert_bias",
+        ),
+        other_tensors={
+            **layer_names(**IN_ONE),
+            **layer_names(router="mlp.gate"),
+            **layer_names(correction="mlp.e_score_correction_bias"),
+            **layer_names(**SHARED),
+        },
+        spellings={
+            **BIASED_ATTENTION.spellings,
+            "routed_scaling_factor": "router_scaling_factor",
+        },
+        defaults=llama_fields(
+            norm_eps=1e-5,
+            rope_theta=11158840.0,
+            max_position_embeddings=131072,
+            num_key_value_heads=8,
+            head_dim=128,
+            num_experts=192,
+            num_experts_per_tok=8,
+            num_shared_experts=1,
+            moe_intermediate_size=1536,
+            routed_scaling_factor=2.826,
+            first_k_dense_replace=1,
+        ),
+        norms=Norms(query_key="head"),
+        neutral={
+            **{"mlp_bias": False, "qk_norm": True, "route_norm": True},
+            "enable_moe_fp32_combine": (True, False),  # the order of arithmetic
+        },
+        experts=experts_of(
+            "num_experts",
+            renormalize=True,
+            num_shared="num_shared_experts",
+            is_dense=readers.listed_layers_dense,
+            **_CORRECTED,
+        ),
+    ),
     "afmoe": replace(
         PLAIN,
         title="Arcee Trinity",

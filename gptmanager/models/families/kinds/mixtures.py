@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,10 +11,9 @@ from gptmanager.models.families.base import (
     BIASED_ATTENTION,
     LAYER_NORM,
     NORMS_AFTER_ONLY,
-    PLAIN,
     llama_fields,
 )
-from gptmanager.models.families.family import Family
+from gptmanager.models.families.family import ROTARY_BUFFERS, Family
 from gptmanager.models.families.kinds.llama4 import LLAMA4
 from gptmanager.models.families.kinds.llamas import LLAMAS
 from gptmanager.models.families.names import (
@@ -29,7 +29,6 @@ from gptmanager.models.families.names import (
     SHARED_HALVES,
     SWITCHED,
     SWITCHED_BLOCK,
-    SWITCHED_EXPERTS,
     layer_names,
     llama_names,
 )
@@ -50,6 +49,7 @@ _GRANITE_BLOCK = {
     "stacked_up": "block_sparse_moe.input_linear.weight",
     "stacked_down": "block_sparse_moe.output_linear.weight",
 }
+_PREDICTORS = re.compile(rf"{ROTARY_BUFFERS.pattern}|^mtp\.")
 _QWEN3_MOE = replace(
     LLAMAS["qwen3"],
     title="Qwen3-MoE",
@@ -229,6 +229,28 @@ MIXTURES: Mapping[str, Family] = {
         neutral={"norm_topk_prob": True},
         experts=experts_of("num_experts", renormalize=True, is_dense=readers.sparse_steps_dense),
     ),
+    "mellum": replace(
+        _QWEN3_MOE,
+        title="Mellum 2",
+        defaults=llama_fields(
+            max_position_embeddings=131072,
+            num_key_value_heads=4,
+            head_dim=128,
+            sliding_window=1024,
+            moe_intermediate_size=896,
+            num_experts_per_tok=8,
+            num_experts=64,
+            norm_topk_prob=True,
+            first_k_dense_replace=0,
+            rope_parameters={
+                "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+        ignored=_PREDICTORS,
+        windows=1,
+        experts=experts_of("num_experts", is_dense=readers.listed_layers_dense),
+    ),
     "olmoe": _OLMOE,
     "flex_olmo": replace(
         _OLMOE,
@@ -242,53 +264,6 @@ MIXTURES: Mapping[str, Family] = {
             num_experts_per_tok=5,
         ),
         norms=replace(NORMS_AFTER_ONLY, query_key="all_heads"),
-    ),
-    "gpt_oss": replace(
-        PLAIN,
-        title="gpt-oss",
-        tensors=llama_names(
-            gate=None,
-            up=None,
-            down=None,
-            sinks="self_attn.sinks",
-            router="mlp.router",
-            mixed_up="mlp.experts.gate_up_proj",
-            mixed_down="mlp.experts.down_proj",
-        ),
-        other_tensors=layer_names(**BY_EXPERT, **SWITCHED_EXPERTS),
-        defaults=llama_fields(
-            norm_eps=1e-5,
-            max_position_embeddings=131072,
-            num_key_value_heads=8,
-            head_dim=64,
-            attention_bias=True,
-            sliding_window=128,
-            num_local_experts=128,
-            num_experts_per_tok=4,
-            rope_theta=150000.0,
-            rope_parameters={
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        ),
-        activation="clamped_swiglu",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        windows=2,
-        neutral={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "initial_context_length": 4096},
-        attention=lambda *_: {"sinks": True},
-        experts=experts_of(
-            "num_local_experts",
-            width="intermediate_size",
-            score="softmax_of_best",
-            renormalize=False,
-            router_bias=True,
-            bias=True,
-        ),
     ),
     "llama4_text": LLAMA4,
     "granitemoe": _GRANITE_MOE,
