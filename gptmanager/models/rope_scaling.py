@@ -107,7 +107,7 @@ def read_rope(
     for field, value in values.items():
         if value is not None and field not in _KINDS[kind].union(mscales):
             raise rope.error(field, f"not supported with the rope type {kind!r}")
-    share = _rotated_share(fields, rope, kind)
+    share = _rotated_share(fields, rope, kind, head_dim)
     is_partial = kind == "proportional"
     dim = head_dim if is_partial else _rotated_dim(fields, head_dim, share)
     scaled = _scale_rope(rope, kind, dim, max_positions, max_seq_len)
@@ -188,9 +188,17 @@ def _base(fields: Fields, field: str) -> float:
     return theta
 
 
-def _rotated_share(fields: Fields, rope: Fields, kind: str) -> float:
-    """Return the share of a head's dimensions that rotate."""
+def _rotated_share(fields: Fields, rope: Fields, kind: str, head_dim: int) -> float:
+    """Return the share of `head_dim` dimensions that rotate.
+
+    In Mistral 4 all of them do. Its field is their share of all dimensions of a key.
+    """
     is_known, of_config = fields.has_default("partial_rotary_factor"), 1.0
+    if is_known and fields.has_default("qk_nope_head_dim"):
+        of_key = head_dim / (head_dim + fields.size("qk_nope_head_dim"))
+        if rope.number("partial_rotary_factor", of_key) != of_key:
+            raise rope.error("partial_rotary_factor", f"must be {of_key}")
+        return 1.0
     if is_known:
         of_config = fields.number("partial_rotary_factor", limit=1.0)
     given = rope.number("partial_rotary_factor", of_config, limit=1.0)

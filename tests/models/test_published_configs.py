@@ -41,6 +41,7 @@ WITHOUT_EFFECT: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"n_special": 0, "predict_special_tokens": True, "n_ctx": 1024}),
     ("gpt_neox", {"custom_pipelines": {"text-generation": {"impl": "own.Pipeline"}}}),
     ("gpt_oss", {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}),
+    ("mistral4", {"head_dim": 20, "qk_head_dim": 20}),
     ("nemotron", {"rotary_percentage": 0.5}),
     ("nemotron_h", {"norm_eps": 1e-5, "rope_theta": 10000, "partial_rotary_factor": 1.0}),
     ("nemotron_h", {"rescale_prenorm_residual": True, "residual_in_fp32": False, "expand": 2}),
@@ -102,6 +103,15 @@ def test_another_value_is_refused(name: str, field: str, value: Any) -> None:
 def test_kimi_k2_is_read_as_deepseek_v3() -> None:
     config = {**FAMILY_CONFIGS["deepseek_v3"], "model_type": "deepseek_v3"}
     assert read_spec({**config, "model_type": "kimi_k2"}) == read_spec(config)
+
+
+def test_mistral_4_says_which_share_of_a_key_rotates() -> None:
+    config = family_config("mistral4")
+    rope = {**config["rope_parameters"], "partial_rotary_factor": 8 / 20}
+    assert read_spec({**config, "rope_parameters": rope}) == read_spec(config)
+    rope["partial_rotary_factor"] = 0.5
+    with pytest.raises(ConfigError, match="rope_parameters.partial_rotary_factor = 0.5: must be"):
+        read_spec({**config, "rope_parameters": rope})
 
 
 def test_greedy_choices_of_experts_have_no_groups() -> None:

@@ -25,6 +25,7 @@ from gptmanager.models.read_spec import read_spec
 
 CASES = [
     ("mistral3", "mistral", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),
+    ("mistral3", "mistral4", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),
     ("gemma3", "gemma3_text", {"model.": "model.language_model."}),
     ("gemma4", "gemma4_text", {"model.": "model.language_model."}),
     ("llama4", "llama4_text", {"model.": "language_model.model.", "lm_": "language_model.lm_"}),

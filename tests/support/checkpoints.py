@@ -98,15 +98,19 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     },
 }
 
+_PARTS = {"mistral4": "Mistral4ForCausalLM"}  # of multimodal models, in transformers
+
 
 def new_model(config: Mapping[str, Any]) -> Any:
     if transformers is None:
         pytest.skip("transformers is not installed")
     fields = copy.deepcopy(dict(config))  # transformers writes into them
-    hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    hf_config, make = AutoConfig.for_model(**fields), AutoModelForCausalLM.from_config
+    if config["model_type"] in _PARTS:
+        make = getattr(transformers, _PARTS[config["model_type"]])._from_config
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the code of GPTBigCode uses functions that are deprecated
-        return AutoModelForCausalLM.from_config(
+        return make(
             hf_config,
             dtype=torch.float32,
             attn_implementation="eager",

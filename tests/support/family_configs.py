@@ -243,6 +243,13 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     },
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "mlp_layer_types": ["dense", "sparse"] * 2},
+    "mistral4": {
+        **{**_ROUTED, **_LATENT, "first_k_dense_replace": 1},
+        "rope_parameters": {
+            **{**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3},
+            "original_max_position_embeddings": 8,
+        },
+    },
     "youtu": {**BASE, **_LATENT},
     "minicpm3": {**BASE, **_LATENT, "scale_emb": 3.0, "scale_depth": 0.7, "dim_model_base": 16},
     "qwen3_next": {

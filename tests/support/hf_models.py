@@ -217,7 +217,7 @@ REFUSED = {
 # An architecture that runs only through transformers
 NOT_NATIVE = "persimmon"
 # Architectures that transformers has only as a part of another one -> that one
-PARTS = {"qwen3_vl_moe_text": "qwen3_vl_moe"}
+PARTS = {"mistral4": "mistral3", "qwen3_vl_moe_text": "qwen3_vl_moe"}
 
 
 def table(names: Iterable[str] = (*FAMILIES, *ARCHITECTURES)) -> str:

@@ -16,6 +16,7 @@ from gptmanager.kernels.attention.attention_arguments import Pages, RowSpans
 from gptmanager.kernels.reference import Kernels
 from gptmanager.memory.weights import Weights
 from gptmanager.models.decoder.layer_tensors import Affine, LayerTensors, affine
+from gptmanager.models.decoder.position_tables import PositionTables
 from gptmanager.models.spec import Latent, ModelSpec
 
 _EPS = 1e-6  # for norms of latents, independent of the config, as in transformers
@@ -70,7 +71,7 @@ def attend_to_latents(
     own: LatentTensors,
     hidden: Tensor,
     positions: Tensor,
-    cos_sin: Tensor | None,
+    tables: PositionTables,
     pages: Pages,
     rows: RowSpans,
 ) -> Tensor:
@@ -91,8 +92,9 @@ def attend_to_latents(
     kernels.norm_heads(shared, range(latent.rank), latent.rank, own.kv_norm, _EPS, **kind)
     found, shared = torch.split(shared, [latent.rank, rope_dim], dim=-1)
     both = kernels.joined(queries.flatten(1), shared, found)
-    given = positions, cos_sin, None, None, _EPS, pages, rows
+    given = positions, tables.by_rope.get(layer.rope), None, None, _EPS, pages, rows
     queries = kernels.rope_and_write(both, *given)
+    tables.scale(kernels, queries, positions, layer.temperature)
     mixed = kernels.attention(queries, pages, rows, layer.attention)
     mixed = mixed.to(hidden.dtype).view(len(mixed), num_heads, -1)[..., rope_dim:]
     return kernels.linear_heads(mixed, own.value_up).flatten(1)

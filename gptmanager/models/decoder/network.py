@@ -254,10 +254,9 @@ class CheckpointModel:
             own = [self._project(hidden, it, layer, n, adapters) for it, n in recurrent.matrices]
             return recurrent.attend(self._kernels, own, kv_pool, rows)
         pages = layer.pages.of(kv_pool)
-        cos_sin = self._tables.by_rope.get(layer.rope)
         latent = self._latents[layer.number]
         if latent is not None:
-            given = layer, latent, hidden, positions, cos_sin, pages, rows
+            given = layer, latent, hidden, positions, self._tables, pages, rows
             return attend_to_latents(self._kernels, *given)
         assert layer.qkv is not None
         qkv = self._project(hidden, layer.qkv, layer, layer.qkv_name, adapters)
@@ -272,7 +271,7 @@ class CheckpointModel:
         queries = self._kernels.rope_and_write(
             qkv,
             positions,
-            cos_sin,
+            self._tables.by_rope.get(layer.rope),
             layer.q_norm,
             layer.k_norm,
             norms.eps,

@@ -66,6 +66,10 @@ def _attention(fields: Fields, layer: int, value_dim: int | None = None) -> Mapp
     }
 
 
+def _mistral_attention(fields: Fields, layer: int) -> Mapping[str, Any]:
+    return {**_attention(fields, layer), **readers.query_temperature(fields, layer)}
+
+
 def _yarn_scale(fields: Fields) -> float:
     """Return the factor by which YaRN's `mscale_all_dim` scales the attention scores."""
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
@@ -208,6 +212,42 @@ LATENTS: Mapping[str, Family] = {
             "first_k_dense_replace": 1,
         },
         experts=_corrected(readers.listed_layers_dense),
+    ),
+    "mistral4": replace(
+        _V3,
+        title="Mistral 4",
+        tensors=_V2.tensors,
+        defaults={
+            **_V3.defaults,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "max_position_embeddings": 1048576,
+            "partial_rotary_factor": None,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        attention=_mistral_attention,
+        experts=experts_of(
+            "n_routed_experts",
+            num_shared="n_shared_experts",
+            is_dense=readers.first_layers_dense,
+        ),
     ),
     "youtu": replace(
         _V3,
