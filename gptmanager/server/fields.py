@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol
 
+import orjson
+
 from gptmanager.errors import quoted
 from gptmanager.server.errors import ApiError
 
@@ -88,7 +90,7 @@ def _read(name: str, kind: Kind, value: Any, lenient: bool) -> Any:
     except ApiError:
         if not (lenient and isinstance(value, str) and _NUMBER.fullmatch(value)):
             raise
-    return kind.read(name, json.loads(value.lower()))
+    return kind.read(name, json.loads(value.lower(), parse_int=orjson.loads))  # float from 2^64 on
 
 
 def _near(name: str, fields: Mapping[str, Field]) -> str:
@@ -198,7 +200,7 @@ class Integer(NamedTuple):
             )
         if whole is not value and abs(whole) >= 2**53:
             raise bad_request(
-                where, f"{where} = {quoted(value)} is not exact as a float: send it as an integer"
+                where, f"{where} = {quoted(value)} is not exact: send an integer of up to 64 bits"
             )
         return whole
 

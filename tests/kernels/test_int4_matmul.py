@@ -251,6 +251,12 @@ def test_a_scale_without_a_minimum_in_float16_is_refused() -> None:
             matrix.copy_(second, 16)
 
 
+def test_groups_with_minima_of_their_own_may_have_any_scale() -> None:
+    large = any_groups(16, 64, True)
+    large.scales[3, 1] = 9000.0
+    assert torch.equal(packed(large).unpacked(), large.floats())
+
+
 def test_parts_are_views_with_their_scales() -> None:
     matrix, x = packed(any_groups(64, 64, True)), randn(5, 64)
     whole = CpuKernels().linear(x, matrix)

@@ -477,7 +477,7 @@ def test_calls_go_back_into_the_prompt(qwen):
 def test_a_template_that_a_request_brings(qwen):
     short = qwen("Hi", tools=[], extra_body={"chat_template": "{{ messages[0].content }}"})
     assert short.usage.prompt_tokens == 7
-    with pytest.raises(openai.BadRequestError, match="the chat template: No cats"):
+    with pytest.raises(openai.BadRequestError, match="chat_template: the chat template: No cats"):
         qwen("Hi", tools=[], extra_body={"chat_template": "{{ raise_exception('No cats') }}"})
     template = "{% if range == 2 %}{{ messages[0].content }}{% endif %}"
     body = {"chat_template": template, "chat_template_kwargs": {"self": 1, "range": 2}}

@@ -92,6 +92,7 @@ def test_a_kind_takes_what_its_schema_describes(kind, value):
         ({"prompt": "x", "deadline_s": -1}, "deadline_s = -1 is outside 0 to 1e+09"),
         ({"prompt": "x", "top_k": -2}, "top_k = -2 is outside -1 to 2147483647"),
         ({"prompt": "x", "n": True}, "n must be an integer, got True"),
+        ({"prompt": "x", "max_tokens": 1e300}, "max_tokens = 1e+300 is not exact"),
         ({"prompt": "x", "temperature": float("inf")}, "temperature must be a number, got inf"),
         ({"prompt": "x", "stop": [""]}, "stop[0] has 0 characters, and needs at least 1"),
         ({"prompt": "x", "stop": ["a"] * 65}, "stop has 65 items, at most 64 are allowed"),
@@ -158,6 +159,7 @@ def test_numbers_may_be_strings_if_this_is_lenient():
         ("temperature", "0." + "1" * 63, "temperature must be a number, got '0.1"),
         ("n", "0.5", "n must be an integer, got 0.5"),
         ("max_tokens", "-5", "max_tokens = -5 must be at least 0"),
+        ("max_tokens", str(2**64), "max_tokens = 1.8446744073709552e+19 is not exact"),
         ("logit_bias", "{}", "logit_bias must be an object, got '{}'"),
     ):
         with pytest.raises(ApiError, match=re.escape(message)):

@@ -256,6 +256,7 @@ IMAGE = [{"type": "input_image"}]
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": "17 " * 5000}, "input"),
+        ({"input": "a" * 10**6}, "input"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(server, fields, param):

@@ -121,10 +121,11 @@ class Int4Matrix(PackedMatrix):
             self._copy_numbers(values, first_row)
             return
         own = self._own(values, columns)
+        minima = self._minima_for(own)
         self._write(own.values, first_row)
         copy_rows(self.scales.transpose(1, 2), first_row, own.scales)
-        if own.minima is not None or self.minima is not None:
-            copy_rows(self._new_minima().transpose(1, 2), first_row, _in_half(own.offsets))
+        if minima is not None:
+            copy_rows(minima.transpose(1, 2), first_row, _in_half(own.offsets))
 
     def _write(self, rows: Tensor, first_row: int) -> None:
         if self.values.device.type == "cpu":
@@ -139,10 +140,11 @@ class Int4Matrix(PackedMatrix):
     def _copy_numbers(self, given: PackedGroups, first_row: int) -> None:
         """Write the scales of `given`, and its minima if it or this matrix has any."""
         assert self.scales is not None
+        minima = self._minima_for(given)
         copy_rows(self._by_block(self.scales, given), first_row, given.by_block(given.scales))
-        if given.minima is not None or self.minima is not None:
-            minima = self._by_block(self._new_minima(), given)
-            copy_rows(minima, first_row, given.by_block(_in_half(given.offsets)))
+        if minima is not None:
+            offsets = given.by_block(_in_half(given.offsets))
+            copy_rows(self._by_block(minima, given), first_row, offsets)
 
     @staticmethod
     def _by_block(numbers: Tensor, given: PackedGroups) -> Tensor:
@@ -151,9 +153,13 @@ class Int4Matrix(PackedMatrix):
         size = given.groups_per_block
         return numbers.view(panels, groups // size, size, lanes).permute(0, 3, 1, 2)
 
-    def _new_minima(self) -> Tensor:
-        """Return the minima. A matrix without minima first gets minima that change no element."""
-        if self.minima is None:
+    def _minima_for(self, given: Groups | PackedGroups) -> Tensor | None:
+        """Return the minima, or None if neither this matrix nor `given` has any.
+
+        A matrix without minima first gets minima that change no element. They follow from the
+        scales, so the scales of `given` must not be written yet.
+        """
+        if self.minima is None and given.minima is not None:
             assert self.scales is not None
             self.minima = _in_half(self.scales.float() * -MIDDLE)
             self.plans, self._parts = {}, ()

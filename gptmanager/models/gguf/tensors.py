@@ -166,7 +166,7 @@ class GgufTensors:
             if block.rounds_scales and not _all_finite(scales, minima):
                 raise ConfigError(
                     f"{quoted_path(named.stored.path)}: tensor {tensor_name(name)} of {block.name} "
-                    "has a scale or a minimum of more than 65504, which float16 cannot hold; load "
+                    "has a scale or a minimum that is not finite in float16 (at most 65504); load "
                     "the matrices in 8 bits (weights_dtype='int8') or in floats"
                 )
             yield start - rows.start, found

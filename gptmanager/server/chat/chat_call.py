@@ -182,12 +182,14 @@ def fields_renamed(
     names: Sequence[tuple[str, str]],
     places: Mapping[int, Place] | None = None,
     tools: Sequence[int] = (),
+    chat: str = "messages",
 ) -> Iterator[None]:
     """Rename the fields in ApiErrors that the block raises, for a protocol with other fields.
 
     `names`: pairs of a field of /v1/chat/completions and the text that replaces the field.
     `places`: the index of a message -> the message's place in the body. `tools`: the
-    index in the body of each tool, if some of the body's tools are left out.
+    index in the body of each tool, if some of the body's tools are left out. `chat`: the field
+    that has the messages as a whole.
     """
 
     def place(at: re.Match[str]) -> str:
@@ -208,6 +210,7 @@ def fields_renamed(
         for own, name in names:
             text = text.replace(own, name)
         text = re.sub(r"\btools\[(\d+)\]", tool, text)
+        text = re.sub(r"\bmessages(?= has |: |$)", chat, text)
         return re.sub(r"\bmessages\[(\d+)\](?:\.content\[(\d+)\])?", place, text)
 
     try:

@@ -320,7 +320,8 @@ class ChatPrompts:
                     raise
                 return await render(as_objects)
         except TemplateError as error:
-            raise field_error("messages", f"the chat template: {error}") from None
+            where = "messages" if body.get("chat_template") is None else "chat_template"
+            raise field_error(where, f"the chat template: {error}") from None
 
 
 async def _fill_in(

@@ -287,7 +287,7 @@ def _fields_renamed(
 ) -> Iterator[None]:
     """Rename the fields of chats in ApiErrors that the block raises."""
     outputs = fields_renamed(outputs_renamed(messages, places))
-    with outputs, fields_renamed(RENAMED, places, own_tools(given)):
+    with outputs, fields_renamed(RENAMED, places, own_tools(given), "input"):
         yield
 
 

@@ -63,10 +63,9 @@ class NewTokens(NamedTuple):
     is_limited: bool = False
 
     def read(self, where: str, value: Any) -> int:
-        whole = int(value) if type(value) is float and value.is_integer() else value
-        if type(whole) is int and whole == UNLIMITED and not self.is_limited:
+        if type(value) in (int, float) and value == UNLIMITED and not self.is_limited:
             return UNLIMITED
-        return Integer(self.low).read(where, whole)
+        return Integer(self.low).read(where, value)
 
     def schema(self) -> dict[str, Any]:
         own = Integer(self.low).schema()
