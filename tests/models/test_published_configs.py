@@ -11,6 +11,7 @@ from odd_configs import family_config
 
 from gptmanager.errors import ConfigError
 from gptmanager.models.read_spec import read_spec
+from gptmanager.models.recurrent.state_space import StateSpace
 
 EXPERT_LAYERS = [False, True, True, True]
 # Fields that change nothing, by family
@@ -118,6 +119,14 @@ def test_greedy_choices_of_experts_have_no_groups() -> None:
     config = {**FAMILY_CONFIGS["deepseek_v2"], "model_type": "deepseek_v2", "topk_method": "greedy"}
     assert config["n_group"] > 1
     assert read_spec(config) == read_spec({**config, "n_group": 1, "topk_group": 1})
+
+
+@pytest.mark.parametrize("name", ["bamba", "granitemoehybrid"])
+def test_each_group_of_a_state_space_is_normalized_by_itself(name: str) -> None:
+    """As in mamba_ssm, in llama.cpp, and in transformers from 5.23 on."""
+    config = {**FAMILY_CONFIGS[name], "model_type": name, "mamba_n_groups": 2}
+    spaces = [it.attention.recurrent for it in read_spec(config).layers]
+    assert [it.shape.norm_groups for it in spaces if isinstance(it, StateSpace)] == [2, 2]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen3_moe"])

@@ -135,7 +135,7 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "granite": {**BASE, **_GRANITE, "attention_bias": True},
     "granitemoehybrid": {
         **{**_TOP2, **_LOCAL, **_GRANITE, "layer_types": ["mamba", "attention"] * 2},
-        **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 24, "mamba_n_groups": 2},
+        **{"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 24},
         **{"shared_intermediate_size": 48, "mamba_proj_bias": True, "mamba_chunk_size": 16},
     },
     "cohere": {**BASE, "use_qk_norm": True, "tie_word_embeddings": True},
@@ -263,7 +263,8 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_LINEAR, **_MOE, **_FOUR, "shared_expert_intermediate_size": 32},
     "bamba": {
         **{**BASE, "attn_layer_indices": [1, 3], "attention_bias": True, "mlp_bias": True},
-        **{"mamba_n_heads": 4, "mamba_d_state": 24, "mamba_n_groups": 2, "mamba_chunk_size": 16},
+        # with more groups than one, transformers 5.17 normalizes all of them together
+        **{"mamba_n_heads": 4, "mamba_d_state": 24, "mamba_chunk_size": 16},
     },
     "nemotron_h": {
         **{**_BLOCKS, "layers_block_type": ["attention", "moe", "mamba", "mlp"]},

@@ -34,7 +34,7 @@ def _attention(fields: Fields, layer: int) -> Mapping[str, Any]:
     kind = fields.layer_type(layer)
     if kind == LINEAR:
         head_dim = fields.size("mamba_d_head")
-        own = fields.once("state space", lambda: read_state_space(fields, head_dim, in_groups=True))
+        own = fields.once("state space", lambda: read_state_space(fields, head_dim))
         return {"rope": None, "recurrent": own}
     return {"rope": None, "absent": kind in (MLP, MOE)}
 

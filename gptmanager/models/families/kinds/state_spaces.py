@@ -57,10 +57,10 @@ _FIELDS = {
 _OF_TRAINING = ("mamba_chunk_size", "time_step_min", "time_step_max", "time_step_floor")
 
 
-def read_state_space(fields: Fields, head_dim: int, in_groups: bool = False) -> StateSpace:
+def read_state_space(fields: Fields, head_dim: int) -> StateSpace:
     """Return a state space with heads of `head_dim` elements.
 
-    `in_groups`: the output of each group of heads is normalized by itself.
+    The output of each group of heads is normalized by itself.
     """
     heads, groups = fields.size("mamba_n_heads"), fields.size("mamba_n_groups")
     if heads % groups:
@@ -72,7 +72,7 @@ def read_state_space(fields: Fields, head_dim: int, in_groups: bool = False) -> 
     fields.note_read(*_OF_TRAINING)
     width, state = fields.size("mamba_d_conv"), fields.size("mamba_d_state")
     return StateSpace(
-        StateSpaceShape(heads, head_dim, state, groups, width, groups if in_groups else 1),
+        StateSpaceShape(heads, head_dim, state, groups, width, norm_groups=groups),
         biased=fields.flag("mamba_proj_bias"),
         conv_biased=fields.flag("mamba_conv_bias"),
     )
