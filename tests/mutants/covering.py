@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 _CONTEXT = "test_context_attention test_attention_borders test_far_pages"
@@ -340,5 +341,11 @@ def _tests_of_users(root: Path, header: str) -> list[str]:
 
 def _paths(root: Path, names: str) -> list[str]:
     """Return the files of `names` that exist, in whatever folder of tests."""
-    found = (path for name in names.split() for path in sorted(root.glob(f"tests/**/{name}.py")))
-    return [path.relative_to(root).as_posix() for path in found]
+    tests = _tests(root)
+    return [path for name in names.split() for path in tests if path.endswith(f"/{name}.py")]
+
+
+@functools.cache
+def _tests(root: Path) -> list[str]:
+    paths = root.glob("tests/**/test_*.py")
+    return sorted(path.relative_to(root).as_posix() for path in paths)

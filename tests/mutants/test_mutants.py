@@ -128,13 +128,14 @@ def test_every_named_test_exists():
 
 def test_tests_of_a_kernel_are_those_that_launch_it(tmp_path):
     """A test of the same name may be one of the CPU's kernel."""
-    for path in ("cuda/a.cu", "tests/kernels/test_a.py", "tests/cuda/test_a_kernel.py"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).touch()
-    assert covering_tests(tmp_path, "cuda/a.cu") == ["tests/cuda/test_a_kernel.py"]
-    (tmp_path / "tests/cuda/test_a_kernel.py").unlink()
+    paths = ("cuda/a.cu", "tests/kernels/test_a.py", "tests/cuda/test_a_kernel.py")
+    for root, count in ((tmp_path / "whole", 3), (tmp_path / "without", 2)):
+        for path in paths[:count]:
+            (root / path).parent.mkdir(parents=True, exist_ok=True)
+            (root / path).touch()
+    assert covering_tests(tmp_path / "whole", "cuda/a.cu") == ["tests/cuda/test_a_kernel.py"]
     with pytest.raises(ValueError, match="cuda/a.cu has no tests in"):
-        covering_tests(tmp_path, "cuda/a.cu")
+        covering_tests(tmp_path / "without", "cuda/a.cu")
     assert covering_tests(ROOT, "cuda/delta_rule.cu") == ["tests/cuda/test_recurrent_kernels.py"]
     providers = "gptmanager/assembly/attention_trial.py"
     assert providers in files(ROOT) and covering_tests(ROOT, providers)
