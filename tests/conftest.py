@@ -1,4 +1,4 @@
-"""Settings that hold for every test, and what tests of guided decoding share."""
+"""Settings that hold for every test, and fixtures of tests in several folders."""
 
 import contextlib
 import faulthandler
@@ -15,6 +15,7 @@ from _pytest.faulthandler import fault_handler_stderr_fd_key
 from fuzz import ALL_CASES, FUZZ
 from hypothesis import HealthCheck, settings
 
+import gptmanager
 from gptmanager import callbacks  # imports torch when used: xdist's controller never needs it
 
 # The machines are shared: time says nothing about a test. The same examples every run.
@@ -153,3 +154,30 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def guided():
     return callbacks.load_guided_decoding("examples/tiny_llama")
+
+
+@pytest.fixture(scope="module")
+def byte_guided():
+    """One token a byte: what may come next can be told by hand."""
+    from text_checkpoint import END_ID, byte_tokenizer
+
+    return gptmanager.GuidedDecoding(byte_tokenizer(), [END_ID])
+
+
+@pytest.fixture(scope="module")
+def source():
+    """A small Llama with random weights: its config, and its tensors."""
+    from checkpoints import CONFIGS, checkpoint, random_model
+
+    return checkpoint(random_model(CONFIGS["llama"]))
+
+
+@pytest.fixture
+def one_thread():
+    """Beside other work, and in a small network, a second thread mostly spins."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONFIGS, checkpoint, random_model
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -194,11 +193,6 @@ def test_who_takes_no_part_in_reuse_neither_waits_nor_lets_wait():
 
 
 # Whole managers ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def source():
-    return checkpoint(random_model(CONFIGS["llama"]))
 
 
 def waves():

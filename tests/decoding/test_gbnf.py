@@ -41,12 +41,6 @@ ws     ::= | " " | "\n" [ \t]{0,2}
 """
 
 
-@pytest.fixture(scope="module")
-def guided():
-    """One token a byte."""
-    return GuidedDecoding(byte_tokenizer(), [END_ID])
-
-
 def is_permitted(guided, grammar, written):
     matcher = guided.gbnf(grammar).prepare("cpu").result(30).deep_copy()
     tokens = guided._tokenizer.tokenize_str(written)
@@ -101,12 +95,12 @@ def test_outputs_of_a_model_fit_their_grammars():
         ("root ::= [𝄞-𝄢ぁ-ゟ]+", ["𝄞", "あゟ"], ["", "a"]),
     ],
 )  # fmt: skip
-def test_a_grammar_permits_its_texts_and_no_others(guided, grammar, permitted, forbidden):
+def test_a_grammar_permits_its_texts_and_no_others(byte_guided, grammar, permitted, forbidden):
     assert is_gbnf(grammar)
     for written in permitted:
-        assert is_permitted(guided, grammar, written), written
+        assert is_permitted(byte_guided, grammar, written), written
     for written in forbidden:
-        assert not is_permitted(guided, grammar, written), written
+        assert not is_permitted(byte_guided, grammar, written), written
 
 
 @pytest.mark.parametrize(
@@ -140,8 +134,8 @@ def test_a_grammar_permits_its_texts_and_no_others(guided, grammar, permitted, f
         ("root ::= " + "\\" * 10**6, "Expected name at line 1"),
     ],
 )  # fmt: skip
-def test_a_grammar_that_cannot_be_read_is_refused_with_the_place(guided, grammar, fault):
-    assert fault in fault_of(guided, grammar)
+def test_a_grammar_that_cannot_be_read_is_refused_with_the_place(byte_guided, grammar, fault):
+    assert fault in fault_of(byte_guided, grammar)
 
 
 def test_a_grammar_that_is_converted_for_too_long_is_refused():
@@ -151,8 +145,8 @@ def test_a_grammar_that_is_converted_for_too_long_is_refused():
     assert "it takes more than 1 s to compile" in fault_of(guided, grammar)
 
 
-def test_a_grammar_of_many_comments_is_converted_in_time(guided):
-    assert is_permitted(guided, "#\n" * 500_000 + 'root ::= "a"', "a")
+def test_a_grammar_of_many_comments_is_converted_in_time(byte_guided):
+    assert is_permitted(byte_guided, "#\n" * 500_000 + 'root ::= "a"', "a")
 
 
 @pytest.mark.parametrize(

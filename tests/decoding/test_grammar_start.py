@@ -4,7 +4,6 @@ import pytest
 from guided_requests import allowed, encoded, ids
 from text_checkpoint import END_ID, byte_tokenizer
 
-from gptmanager import GuidedDecoding
 from gptmanager.callbacks import BannedTexts
 from gptmanager.decoding.guided.grammar_start import GrammarStart
 from gptmanager.request.post_processor import RequestProcessor
@@ -14,11 +13,6 @@ ANY = set(range(END_ID))  # all tokens but the end
 IS_OPEN = GrammarStart((CLOSES,))
 MAY_OPEN = GrammarStart((CLOSES,), opens=OPENS)
 IN_STEPS = GrammarStart((CLOSES, CLOSES), THEN)
-
-
-@pytest.fixture(scope="module")
-def byte_guided():
-    return GuidedDecoding(byte_tokenizer(), [END_ID])
 
 
 def after(processor, text, **more):

@@ -32,13 +32,6 @@ from gptmanager.replay import replay
 from gptmanager.request.post_processor import RequestProcessor
 from gptmanager.testing import RecordingCallbacks, ScriptedModel
 
-
-@pytest.fixture(scope="module")
-def byte_guided():
-    """One token a byte: what may come next can be told by hand."""
-    return GuidedDecoding(byte_tokenizer(), [END_ID])
-
-
 # What may come next -------------------------------------------------------------------------------
 
 

@@ -6,16 +6,11 @@ from concurrent.futures import CancelledError, Future
 import numpy as np
 import pytest
 from guided_requests import allowed, asked, encoded, ids, serve, text
-from text_checkpoint import END_ID, byte_tokenizer
+from text_checkpoint import byte_tokenizer
 
 from gptmanager import GuidedDecoding
 from gptmanager.callbacks import BannedTexts
 from gptmanager.errors import LogitsError
-
-
-@pytest.fixture(scope="module")
-def byte_guided():
-    return GuidedDecoding(byte_tokenizer(), [END_ID])
 
 
 def test_what_completes_a_word_may_not_come(byte_guided):

@@ -16,7 +16,7 @@ from guided_requests import MODEL, SCHEMA
 from random_schemas import random_root
 from text_checkpoint import END_ID, byte_tokenizer, save_text_checkpoint
 
-from gptmanager import REQUEST_METRICS, GuidedDecoding, InferenceRequest
+from gptmanager import REQUEST_METRICS, InferenceRequest
 from gptmanager.decoding.guided.guided import Grammar
 
 LENGTH, CANCELLED = 3, 5
@@ -27,11 +27,6 @@ PATTERN = r"[a-c]{2,5}-\d{1,3}"
 def bytes_model(tmp_path_factory):
     """One token a byte, so that every text has one spelling."""
     return save_text_checkpoint(tmp_path_factory.mktemp("bytes") / "model")
-
-
-@pytest.fixture(scope="module")
-def byte_guided():
-    return GuidedDecoding(byte_tokenizer(), [END_ID])
 
 
 def serve(requests, source=MODEL, max_tokens=80000, **options):

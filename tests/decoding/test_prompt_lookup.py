@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONFIGS, checkpoint, random_model
 from fuzz import ALL_CASES
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,11 +99,6 @@ def test_a_proposal_is_what_followed_the_same_tokens(text, smallest, extra):
 
 
 # Whole managers ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def source():
-    return checkpoint(random_model(CONFIGS["llama"]))
 
 
 def serve(source, requests, lookup=None, policy=None, max_tokens=4096, **options):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONFIGS, checkpoint, random_model
 from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,11 +30,6 @@ TOP = ("top_log_probs", "top_log_prob_ids")
 PROMPT = ("prompt_log_probs", "prompt_top_log_probs", "prompt_top_log_prob_ids")
 LOGITS = {"return_context_logits": True, "return_generation_logits": True}
 ASKED = {"num_top_log_probs": 5, "num_prompt_log_probs": 3}
-
-
-@pytest.fixture(scope="module")
-def source():
-    return checkpoint(random_model(CONFIGS["llama"]))
 
 
 def request(number, prompt, count, **options):

@@ -88,11 +88,6 @@ def test_tokens_are_those_of_a_mask(family, window):
             assert logits[output[end]] >= logits.max() - 1e-4, (request.request_id, end)
 
 
-@pytest.fixture(scope="module")
-def source():
-    return checkpoint(random_model(CONFIGS["llama"]))
-
-
 @pytest.mark.parametrize(
     "options",
     [

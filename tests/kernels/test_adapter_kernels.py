@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,6 +15,7 @@ from gptmanager.kernels.lora import adapter_plan
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule
 from gptmanager.kernels.simd.pairs import has_pairs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
 exact_kernels = pytest.mark.parametrize(
     "kernels", [Kernels(deterministic=True), CpuKernels()], ids=["torch", "cpu"]
@@ -32,14 +33,6 @@ RANKS = [
     (7, 7, 7, 7),
 ]
 MIXED = [2, 2, 2, -1, 0, 4, 0, 4, 4, 4, 4, 4, -1, -1, 3, 5, 5, 1, *[2] * 40, 0, 3, *[0] * 7]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -23,17 +23,9 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pag
 from gptmanager.kernels.simd.dtypes import DTYPES
 from gptmanager.kernels.simd.threads import Team, end_threads_of_caller
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 both_kernels = pytest.mark.parametrize("kernels", [Kernels(), CpuKernels()], ids=["torch", "cpu"])
 WIDTH = 83  # neither a multiple of a vector nor smaller than one
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Unless a test says otherwise: beside other work, threads mostly spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def close(got: Tensor, expected: Any, tolerance: float = 4e-6) -> None:

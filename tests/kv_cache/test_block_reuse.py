@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from checkpoints import CONFIGS, checkpoint, random_model
 
 from gptmanager import (
     CapacitySchedulerPolicy,
@@ -27,11 +26,6 @@ MAX_UTILIZATION = CapacitySchedulerPolicy.MAX_UTILIZATION
 STATIC_BATCH = CapacitySchedulerPolicy.STATIC_BATCH
 EQUAL_PROGRESS = ContextChunkingPolicy.EQUAL_PROGRESS
 SIZE = 8
-
-
-@pytest.fixture(scope="module")
-def source():
-    return checkpoint(random_model(CONFIGS["llama"]))
 
 
 class Served:

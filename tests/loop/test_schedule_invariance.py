@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import pytest
-import torch
 from checkpoints import CONFIGS, checkpoint, random_model
 from fuzz import FUZZ
 from loop_driver import ForcedPauses, ListHost
@@ -38,6 +37,7 @@ from gptmanager.memory import KvPool
 from gptmanager.models import load_model
 from gptmanager.statistics import PhaseTimes
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_SCENARIOS, NUM_PARTS = 240 * FUZZ, 4
 NUM_TEMPLATES = 80
 VOCAB_SIZE = 48
@@ -281,15 +281,6 @@ def check(seed, chosen, streaming, callbacks, schedule, counts):
         counts[reason.name] += 1
         counts["streaming"] += number in streaming
         counts["tokens"] += len(output)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """On a network this small a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # what each part of the scenarios has at least, so that equal tokens say something

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from checkpoints import CONFIGS, checkpoint, random_model
 
 from gptmanager import FinishReason, GptManager, InferenceRequest, ModelType
 from gptmanager.testing import RecordingCallbacks
@@ -20,11 +19,6 @@ KINDS = {
     "beams": {"beam_width": 3, "early_stopping": 2},
     "fewer beams": {"beam_width": 4, "num_return_sequences": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def source():
-    return checkpoint(random_model(CONFIGS["llama"]))
 
 
 def serve(source, requests):

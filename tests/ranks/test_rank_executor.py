@@ -60,6 +60,7 @@ from gptmanager.step import (
     TopLogProbs,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB_SIZE, LONGEST = 48, 40
 CONFIG = {
     **CONFIGS["llama"],
@@ -370,14 +371,6 @@ MODES = {
     "three stages": (3, 3, {}),
     "two by two": (4, 2, {"speculative_decoding_config": PromptLookup(3, 2, 1)}),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("policy", [0, 1], ids=["max_utilization", "no_evict"])
