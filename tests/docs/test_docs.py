@@ -38,7 +38,7 @@ PAGES = sorted(
     [*(ROOT / name for name in TOP_PAGES), *(ROOT / "docs").glob("*.md")],
 )
 # Elsewhere an example may be pasted alone.
-PAGES_READ_IN_ORDER = ("recording.md", "scheduling.md")
+PAGES_READ_IN_ORDER = ("own_scheduler.md", "recording.md")
 CONFIGURATIONS = [it for it in vars(config).values() if dataclasses.is_dataclass(it)]
 CACHE_PAGE = "kv_cache_manager.md"
 CONSTRUCTOR = ("manager.md", "## The constructor")
