@@ -203,7 +203,7 @@ class TaggedValuesParser(HeadedCallParser):
             return False
         self._take(end)
         name = name.strip()
-        self._is_value, self._has_begun, self._is_quoted = True, False, False
+        self._is_value, self._has_begun = True, False
         self._brackets, self._num_passed = None, 0
         self._types = types_of(self._schemas[self._name].get(name))
         self._is_text = self._types <= {"string"}

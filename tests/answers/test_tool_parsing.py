@@ -8,6 +8,7 @@ import pytest
 
 from gptmanager.callbacks.answers.parsing import json_calls
 from gptmanager.callbacks.answers.parsing.answer_parts import Arguments, CallBegins, Content
+from gptmanager.callbacks.answers.schema_types import types_of
 from gptmanager.callbacks.answers.tool_formats.hermes import HermesParser
 from gptmanager.callbacks.answers.tool_formats.llama3 import Llama3Parser
 
@@ -176,3 +177,17 @@ def test_pieces_come_as_soon_as_they_are_known():
     assert parser.push("}\n</tool_call>") == parser.flush() == []
     parser = Llama3Parser(NAMES)
     assert parser.push('{"answer"') == [Content('{"answer"')], "no call has such a key"
+
+
+def test_the_types_of_a_value_are_found_eight_alternatives_and_references_deep():
+    nested = {"type": ["string", "null"]}
+    for _ in range(8):
+        nested = {"anyOf": [nested, {"const": 1}]}
+    assert types_of(nested) == {"string", "null", "integer"}
+    assert types_of({"oneOf": [nested]}) == {"integer"}
+    last = {"type": "array"}
+    chain = {str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(7)}
+    assert types_of({"$ref": "#/$defs/0", "$defs": {**chain, "7": last}}) == {"array"}
+    assert not types_of(
+        {"$ref": "#/$defs/00", "$defs": {"00": {"$ref": "#/$defs/0"}, **chain, "7": last}}
+    )

@@ -1,4 +1,5 @@
 import threading
+import time
 from queue import SimpleQueue
 
 from responding import ManagerStub
@@ -12,7 +13,12 @@ TIMEOUT = 30.0
 def test_the_end_of_the_manager_is_told_once_with_its_cause():
     # Given an attachment to a living manager
     manager, ends = ManagerStub(), SimpleQueue()
-    attachment = Attachment(manager, ends.put)
+
+    def told(error):
+        ends.put(error)
+        time.sleep(0.05)  # the thread lives a little longer than whoever waits for the end
+
+    attachment = Attachment(manager, told)
     attachment.notify()
     assert manager.notified.acquire(timeout=TIMEOUT)
 

@@ -335,6 +335,8 @@ def test_listed_values_and_ranges_exclude_others_and_an_endless_schema_nothing()
         ({"type": "object", "propertyNames": {"minLength": 3}}, "#/propertyNames"),
         ({"type": "object", "propertyNames": {"type": "integer"}}, "#/propertyNames"),
         ({"propertyNames": {"minLength": 0, "format": "date"}}, "#/propertyNames"),
+        ({"propertyNames": {"not": {"const": "a"}}}, "#/propertyNames"),
+        ({"propertyNames": {"$dynamicRef": "#a"}}, "#/propertyNames"),
         ({**FIRST, "minProperties": 2}, "#/minProperties"),
         ({**FIRST, "maxProperties": 3}, "#/maxProperties"),
         ({**FIRST, "dependentRequired": {"a": ["b"]}, "items": SET}, "#/items/uniqueItems"),

@@ -225,10 +225,10 @@ _CORE = {
     "callbacks": "test_start test_peft_adapter test_serving",
     "callbacks/adapters": "test_peft_adapter",
     "callbacks/live_page": "test_live_page",
-    "callbacks/processors": "test_banned_texts test_raw_kernel test_guided",
+    "callbacks/processors": "test_banned_texts test_raw_kernel test_guided test_documented_names",
     "callbacks/queue": "test_wakeups test_result test_pending_requests test_attachment "
     "test_async_request_queue test_request_queue test_stop_strings test_generation "
-    "test_interrupted_queue",
+    "test_interrupted_queue test_documented_names",
     "callbacks/ranks": "test_mpi_transport test_rank_hosts",
     "callbacks/sinks": "test_observers test_logging_sink test_json_lines_sink test_prometheus_sink "
     "test_metrics",

@@ -219,6 +219,7 @@ TEXT = {"type": "text", "text": "Rome"}
         ({"messages": [{"role": "user", "content": "17 " * 5000}]},
          "prompt is too long: This model's maximum context length"),
         ({"temperature": "hot"}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences[0] has 0 characters"),
         ({"output_format": {"type": "often"}}, "output_format.type: 'often' must be 'json_schema'"),
         ({"output_config": {"format": "json"}}, "output_config.format: 'json' must be an object"),
         ({"output_format": {**FORM, "schema": []}}, "output_format.schema"),

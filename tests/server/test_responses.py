@@ -60,9 +60,10 @@ def plain(response):
 
 
 def test_a_text(ask):
-    found = ask("42", instructions="Add.", metadata={"a": "b"}, max_output_tokens=20)
+    metadata = {f"{number:0512}": "b" * 512 for number in range(16)}  # the most that is allowed
+    found = ask("42", instructions="Add.", metadata=metadata, max_output_tokens=20)
     assert isinstance(found, OpenAIResponse)
-    assert (found.output_text, found.status, found.metadata) == ("42", "completed", {"a": "b"})
+    assert (found.output_text, found.status, found.metadata) == ("42", "completed", metadata)
     assert found.instructions == "Add." and found.usage.output_tokens == 3
     assert found.usage.total_tokens == found.usage.input_tokens + 3
     cut = ask("4242424242", max_output_tokens=2)
@@ -269,6 +270,9 @@ def test_what_is_not_supported_is_refused_by_name(server, fields, param):
     [
         ({"input": ""}, "input must be a string or a list of items, with at least one, got ''"),
         ({"metadata": {"a": 1}}, "metadata: {'a': 1} must have at most 16 keys"),
+        ({"metadata": dict.fromkeys("abcdefghijklmnopq", "")}, "must have at most 16 keys"),
+        ({"metadata": {"a": "b" * 513}}, "strings of at most 512 characters"),
+        ({"metadata": {"a" * 513: "b"}}, "strings of at most 512 characters"),
         ({"previous_response_id": "resp_1"}, "no response of this id is stored: 'resp_1'"),
     ],
 )

@@ -215,7 +215,7 @@ class SchemaReader:
         low, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
         if not value or most <= 1:
             return
-        values = listed_values(self._references.resolve(schema.get("items", True)))
+        values = listed_values(self._references.resolve(schema.get("items")))
         if values is not None:
             values = [*{canonical(it): it for it in values}.values()]
         made: list[Any] = []
