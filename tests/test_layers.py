@@ -332,6 +332,7 @@ models/                       decoder networks, and the table of families
             layer_norms       families with LayerNorms
             gpts              GPT-J, StarCoder 1 and Falcon
             llama4            the family of Llama 4
+            cohere_moe        the family of Cohere's mixtures of experts
             mixtures          families with mixtures of experts
             sinks             families with attention sinks: gpt-oss, Granite with windows
             corrected_mixtures  mixtures with a learned correction of scores

@@ -176,9 +176,13 @@ def _read_norms(fields: Fields, family: Family) -> Norms:
     norms = family.norms
     has_query_key = norms.query_key != "none" and fields.decided(family.qk_norm)
     has_own = norms.before_mlp and not fields.decided(family.one_norm)
+    eps = fields.number("norm_eps", limit=_MAX_EPS)
+    if fields.has_default("rms_norm_eps") and fields.get("rms_norm_eps") is not None:
+        norms = replace(norms, kind="rms")  # Cohere's mixtures have either kind
+        eps = fields.number("rms_norm_eps", limit=_MAX_EPS)
     return replace(
         norms,
-        eps=fields.number("norm_eps", limit=_MAX_EPS),
+        eps=eps,
         query_key=norms.query_key if has_query_key else "none",
         before_mlp=has_own,
     )

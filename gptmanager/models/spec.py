@@ -170,13 +170,14 @@ class Experts:
 
     `correction`: a bias is added to the scores for the selection, but not for the weights.
     `shared_width`: width of an additional MLP for all tokens; 0 for none. `shared_gate`: the output
-    of the additional MLP is multiplied by a learned sigmoid gate. `router_bias`, `bias`: whether
-    the router and the experts have biases. `apart` (Gemma 4): router and experts read the residual
-    through norms of their own, the outputs of the experts and of the shared MLP have norms before
-    their sum, and the weight of an expert is multiplied by a learned factor. `latent`: experts read
-    and write vectors of this size, which are projected from and to the hidden size; 0 if they have
-    the hidden size themselves (Nemotron 3 Super has latents). `own`: the experts of this rank; None
-    if the rank has all experts.
+    of the additional MLP is multiplied by a learned sigmoid gate. `averaged`: the result is the
+    mean of the outputs of the experts and of the additional MLP, not their sum. `router_bias`,
+    `bias`: whether the router and the experts have biases. `apart` (Gemma 4): router and experts
+    read the residual through norms of their own, the outputs of the experts and of the shared MLP
+    have norms before their sum, and the weight of an expert is multiplied by a learned factor.
+    `latent`: experts read and write vectors of this size, which are projected from and to the
+    hidden size; 0 if they have the hidden size themselves (Nemotron 3 Super has latents). `own`:
+    the experts of this rank; None if the rank has all experts.
     """
 
     count: int
@@ -184,6 +185,7 @@ class Experts:
     correction: bool = False
     shared_width: int = 0
     shared_gate: bool = False
+    averaged: bool = False
     router_bias: bool = False
     bias: bool = False
     apart: bool = False

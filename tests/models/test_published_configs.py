@@ -84,6 +84,8 @@ def test_a_published_field_changes_nothing(name: str, fields: dict[str, Any]) ->
         ("lfm2", "use_pos_enc", False),
         ("lfm2", "layer_types", ["conv"] * 4),
         ("lfm2_moe", "layer_types", None),
+        ("cohere2_moe", "expert_selection_fn", "relu"),
+        ("cohere2_moe", "shared_expert_combination_strategy", "max"),
         ("granite_swa", "layer_rope_theta", [5000.0]),
         ("hy_v3", "mlp_bias", True),
         ("hy_v3", "route_norm", False),

@@ -180,6 +180,10 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "olmoe": {**_TOP2, **_FOUR},
     "flex_olmo": {**_TOP2, **_FOUR, "norm_topk_prob": True},
     "gpt_oss": {**_TOP2, **_LOCAL, **_EVERY_SECOND, "head_dim": 16, "rope_parameters": _ROPE},
+    "cohere2_moe": {
+        **{**_TOP2, **_FOUR, **_EVERY_SECOND, "head_dim": 16, "num_shared_experts": 2},
+        **{"mlp_layer_types": ["sparse", "dense"] * 2, "prefix_dense_intermediate_size": 80},
+    },
     "mellum": {
         **{**_MOE, **_FOUR, **_EVERY_SECOND, "head_dim": 16},
         "mlp_layer_types": ["dense", "sparse"] * 2,
@@ -336,6 +340,12 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     },
     "qwen3_moe windows": {**_MOE, **_FOUR, "use_sliding_window": True, "sliding_window": 8},
     "dots1 windows": {**_ROUTED, "sliding_window": 8, "max_window_layers": 2},
+    "cohere2_moe summed": {
+        **{**_TOP2, **_FOUR, **_EVERY_SECOND, "head_dim": 16, "num_shared_experts": 1},
+        **{"expert_selection_fn": "sigmoid", "shared_expert_combination_strategy": "sum"},
+        **{"rms_norm_eps": 1e-5, "prefix_dense_sliding_window_pattern": 2, "logit_scale": 0.3},
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    },
     "olmo clipped": {**BASE, "clip_qkv": 0.7},
     "phi tied": {**BASE, **_HALF, "tie_word_embeddings": True},
     "ernie4_5_moe biased": {

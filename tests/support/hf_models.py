@@ -154,6 +154,7 @@ ARCHITECTURES: Mapping[str, dict[str, Any]] = {
     "mixtral": {**_EXPERTS, "sliding_window": None},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 48},
     "qwen3_moe": {**_EXPERTS, "decoder_sparse_step": 1},
+    "cohere2_moe": {**_EXPERTS, **_MIXED, "num_shared_experts": 1},
     "mellum": {**_EXPERTS, **_MIXED},
     "olmoe": _EXPERTS,
     "flex_olmo": _EXPERTS,

@@ -68,7 +68,8 @@ _OPTIONAL = {
     *("attention_chunk_size", "n_group", "topk_group", "routed_scaling_factor", "n_inner"),
     *("factor", "attention_factor", "beta_fast", "beta_slow", "partial_rotary_factor"),
     *("v_head_dim", "scale_depth", "dim_model_base", "block_ffn_dim_multiplier", "clip_qkv"),
-    *("moe_latent_size", "attention_multiplier"),
+    *("moe_latent_size", "attention_multiplier", "rms_norm_eps"),
+    "prefix_dense_intermediate_size",
     *(
         "route_scale",
         "router_scaling_factor",

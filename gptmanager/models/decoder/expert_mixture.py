@@ -16,7 +16,8 @@ def mix_experts(
     """Return the outputs `[T, C]` of the experts for `hidden [T, C]`, plus `shared`.
 
     `shared [T, C]`: the output of the layer's shared MLP, or None. If the layer has a gate for the
-    shared MLP, `shared` is multiplied by the sigmoid of the gate's output before the addition.
+    shared MLP, `shared` is multiplied by the sigmoid of the gate's output before the addition. The
+    sum is halved if the layer has the mean of both.
     """
     logits = kernels.linear(hidden, *own.router)
     rows = hidden if own.latents is None else kernels.linear(hidden, *own.latents[0])
@@ -28,7 +29,7 @@ def mix_experts(
     if own.shared_gate is not None:
         shared = kernels.gated(shared, kernels.linear(hidden, own.shared_gate))
     kernels.add_to(mixed, shared)
-    return mixed
+    return kernels.scaled(mixed, 0.5) if own.averaged else mixed
 
 
 def mix_apart(

@@ -100,9 +100,10 @@ class ExpertLayer(NamedTuple):
     """The router of a layer, its experts, and the shared MLP that all tokens use, if any.
 
     `correction` is a bias that is added to the router's scores only for the selection of experts.
-    `shared_gate` gates the output of the shared MLP. `norms` is None if the experts read the same
-    input as the shared MLP (not `spec.Experts.apart`). `latents` are the projections to the inputs
-    of experts and from their outputs; None if experts have the hidden size.
+    `shared_gate` gates the output of the shared MLP. `averaged`: see `Experts`. `norms` is None if
+    the experts read the same input as the shared MLP (not `spec.Experts.apart`). `latents` are the
+    projections to the inputs of experts and from their outputs; None if experts have the hidden
+    size.
     """
 
     router: Affine
@@ -111,6 +112,7 @@ class ExpertLayer(NamedTuple):
     experts: ExpertMatrices
     shared: DenseLayer | None
     shared_gate: Matrix | None
+    averaged: bool
     norms: ExpertNorms | None
     latents: tuple[Affine, Affine] | None
 
@@ -308,6 +310,7 @@ def _mlp(spec: ModelSpec, weights: Weights, index: int) -> DenseLayer | ExpertLa
         matrices,
         shared,
         gate,
+        experts.averaged,
         norms,
         latents,
     )

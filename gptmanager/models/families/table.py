@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from gptmanager.models.families.family import Family
 from gptmanager.models.families.kinds.blocks import BLOCKS
+from gptmanager.models.families.kinds.cohere_moe import COHERE_MOE
 from gptmanager.models.families.kinds.convolutions import CONVOLUTIONS
 from gptmanager.models.families.kinds.corrected_mixtures import CORRECTED_MIXTURES
 from gptmanager.models.families.kinds.gemmas import GEMMAS
@@ -26,6 +27,7 @@ FAMILIES: Mapping[str, Family] = {
     **GPTS,
     **OWN_CODE,
     **MIXTURES,
+    "cohere2_moe": COHERE_MOE,
     **SINKS,
     **CORRECTED_MIXTURES,
     **LATENTS,
