@@ -51,6 +51,7 @@ terminal/                     shared by the commands: arguments, tables, progres
     tables                    reports as tables for people, or as JSON (no torch)
     arguments                 parsers of argument values: numbers, sizes, folders (no torch)
     sampling                  options of run and chat, and limits of the server's fields (no torch)
+    other_servers             options of other servers, and what replaces them (no torch)
     option_sources            options from the environment and from a file (no torch)
     option_names              errors that name options instead of parameters (no torch)
     parser                    the parser of all commands (no torch)

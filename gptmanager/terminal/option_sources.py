@@ -18,39 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from gptmanager.errors import ConfigError, error_summary, quoted, quoted_path
+from gptmanager.terminal.other_servers import replacement
 
 MAX_FILE_BYTES = 1 << 16
 CONFIG = "config"
 _SWITCH = {"1": True, "true": True, "yes": True, "on": True}
 _SWITCH |= {"0": False, "false": False, "no": False, "off": False}
-# options of vLLM and llama.cpp -> our names, which need not be similar
-_OF_OTHER_SERVERS = {
-    "alias": "served-model-name",
-    "allowed-origins": "cors-origin",
-    "async-scheduling": "overlap",
-    "batch-size": "max-num-tokens",
-    "block-size": "tokens-per-block",
-    "chat-template-file": "chat-template",
-    "ctx-size": "max-seq-len",
-    "enable-chunked-prefill": "chunked-context",
-    "enable-prefix-caching": "block-reuse",
-    "lora-modules": "adapter",
-    "max-loras": "max-adapters",
-    "max-model-len": "max-seq-len",
-    "max-num-batched-tokens": "max-num-tokens",
-    "max-num-seqs": "max-batch-size",
-    "model-impl": "model-backend",
-    "no-enable-prefix-caching": "no-block-reuse",
-    "parallel": "max-batch-size",
-    "quantization": "weights-dtype",
-    "reasoning-format": "reasoning-parser",
-    "ssl-certfile": "tls-cert",
-    "ssl-keyfile": "tls-key",
-    "ssl-cert-file": "tls-cert",
-    "ssl-key-file": "tls-key",
-    "swap-space": "host-tier-bytes",
-    "timeout": "request-timeout",
-}
 
 
 class Repeated(argparse.Action):
@@ -206,12 +179,14 @@ def _kind(value: Any) -> str:
 
 
 def suggestion(name: str, names: Collection[str], prefix: str = "") -> list[str]:
-    """Return a question with the one of `names` that is probably meant, or nothing.
+    """Return what to write in place of the unknown option `name`, or nothing.
 
-    It is the name of the same option of another server, or else the most similar one.
+    This is what takes the place of the same option of another server, or else a question with the
+    most similar one of `names`.
     """
-    ours = _OF_OTHER_SERVERS.get(name)
-    if ours in names:
-        return [f"did you mean {prefix}{ours}?"]
+    name = name.replace("_", "-")
+    known = replacement(name, names, prefix)
+    if known:
+        return [known]
     similar = difflib.get_close_matches(name[:100], names, n=1, cutoff=0.7)
     return [f"did you mean {prefix}{found}?" for found in similar]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, quoted
 from gptmanager.terminal.option_sources import CONFIG, find_options, suggestion
 from gptmanager.terminal.printable import printable_lines
 from gptmanager.terminal.streams import print_output
@@ -18,7 +18,9 @@ class Parser(argparse.ArgumentParser):
     """A parser with printable errors: control characters in quoted arguments are replaced.
 
     An error also names the unknown options of the call, and the known options that they resemble:
-    argparse alone reports only a missing option if the name of that option is misspelled.
+    argparse alone reports only a missing option if the name of that option is misspelled. Options
+    cannot be abbreviated: an option of another server would be read as one of ours that begins
+    with its name, and a new option could change what an abbreviation means.
 
     If `variables` is not empty, options can also be set by environment variables with the prefix
     `variables`, and by a file that the option `--config` names. The command line has precedence,
@@ -27,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *arguments: Any, variables: str = "", **by_name: Any) -> None:
-        super().__init__(*arguments, **by_name)
+        super().__init__(*arguments, allow_abbrev=False, **by_name)
         self._variables = variables
         self._given: Sequence[str] | None = None  # the arguments, once they are parsed
 
@@ -41,25 +43,35 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown_options(self, message: str) -> list[str]:
         """Return a phrase for each unknown option, except those that `message` already explains."""
-        phrases = []
-        known = [name for name in self._option_string_actions if name.startswith("--")]
+        phrases = self._unexpected_model(message)
+        names = [name[2:] for name in self._option_string_actions if name.startswith("--")]
         of_commands = {name for it in self._commands for name in it._option_string_actions}
+        is_alone = sum(word.startswith("-") for word in message.split()) < 2
         for argument in self._given or ():
             name = argument.partition("=")[0]
             if name == "--" or (self._subparsers is not None and not name.startswith("-")):
                 break  # the options of a command are behind its name
-            if not name.startswith("--") or any(option.startswith(name) for option in known):
+            if name in self._option_string_actions or not name.startswith("-"):
                 continue
             if name in of_commands:
                 phrases.append(f"{name} must be after the name of its command")
                 continue
-            phrase = suggestion(name[2:], [option[2:] for option in known], "--")
-            if name not in message:
+            phrase = suggestion(name.lstrip("-"), names, "--")
+            if not phrase and not name.startswith("--"):
+                continue  # it may be a value, such as -1
+            if f" {name}" not in message:
                 phrase = [f"unknown option {name}", *phrase]
-            elif phrase and message.count(" --") > 1:
+            elif phrase and not is_alone:
                 phrase = [name, *phrase]
             phrases += [": ".join(phrase)] if phrase else []
         return phrases
+
+    def _unexpected_model(self, message: str) -> list[str]:
+        """Return a phrase if the call begins with a model, as that of `vllm serve MODEL` does."""
+        first = (self._given or [""])[0]
+        if first.startswith("-") or not first or not message.endswith("required: --model"):
+            return []
+        return [f"did you mean --model {quoted(first)}?"]
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print the help, the version or an error.
@@ -97,7 +109,7 @@ class Parser(argparse.ArgumentParser):
 
     def _set_defaults(self, arguments: Sequence[str]) -> None:
         """Set the defaults of options from the environment and from the file of `--config`."""
-        config = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+        config = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
         config.add_argument(f"--{CONFIG}")
         try:
             file = config.parse_known_args(arguments)[0].config

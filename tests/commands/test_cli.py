@@ -488,8 +488,16 @@ def test_an_unknown_option_is_told_by_its_command(call, arguments, prog):
         (
             ["serve", "--model", ".", "--max-num-seqs", "8", "--ctx-size", "9"],
             "--max-num-seqs: did you mean --max-batch-size?; --ctx-size: did you mean "
-            "--max-seq-len?",
+            "--kv-cache-tokens?",
         ),
+        (["serve", "--model", ".", "--max_model_len=8"], "8; did you mean --max-seq-len?"),
+        (["serve", "--model", ".", "-np", "8"], "-np 8; did you mean --max-batch-size?"),
+        (["serve", "--model", ".", "--top-k", "1"], "; set a field of each request instead"),
+        (["serve", "--model", ".", "--metrics"], "arguments: --metrics; leave it out"),
+        (["serve", "--model", ".", "--keep", "4"], "arguments: --keep 4"),  # no abbreviation
+        (["serve", "-hf", "a/b"], "argument 'f'; unknown option -hf: did you mean --model?"),
+        (["serve", "a b"], "required: --model; did you mean --model 'a b'?"),
+        (["run", "--max-batch=3"], "unknown option --max-batch: did you mean --max-batch-size?"),
         (["run", "--zzz"], "required: --model; unknown option --zzz"),
         (["rnu", "--model", "x"], "'env', 'journal')"),  # an option of a command, not of all
         (["--modle", "x"], "'env', 'journal'); unknown option --modle"),
@@ -499,7 +507,6 @@ def test_an_unknown_option_is_told_by_its_command(call, arguments, prog):
         (["bench", "--quick", "kernels"], "name of the command: gptmanager bench kernels --quick"),
         (["--jsn", "env", "--json"], "name of the command: gptmanager env --json --jsn"),
         (["run", "--", "--modle"], "required: --model"),
-        (["run", "--max-batch", "3"], "required: --model"),  # an abbreviation
     ],
 )
 def test_the_error_of_a_misspelled_option_names_it_and_a_similar_one(call, arguments, end):
