@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.per_token_kernels import NAN, share_of
 from gptmanager.kernels.simd.dtypes import (
+    NAN,
     get_byte,
     get_half,
     get_half_byte,
@@ -27,7 +27,7 @@ from gptmanager.kernels.simd.lanes import (
     splat,
     task_at,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, share_of, task_fields
 
 
 class EmbeddingTask(ctypes.Structure):
@@ -102,6 +102,6 @@ def embed(address: int) -> None:
     wide = t.wide + claim(address, NEXT_THREAD) * 4 * t.width
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             _embed_token(t, token, wide)
         part = claim(address, NEXT_PART)

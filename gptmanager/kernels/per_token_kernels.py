@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.simd.dtypes import FLOAT32, load_as, move_item, store_as
+from gptmanager.kernels.simd.dtypes import FLOAT32, ONE, ZERO, load_as, move_item, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
     claim,
@@ -26,11 +26,7 @@ from gptmanager.kernels.simd.lanes import (
     sum_lanes,
     task_at,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, task_fields
-
-ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
-LOG2_E = np.float32(1.4426950408889634)
-MINUS_LOG2_E = -LOG2_E
+from gptmanager.kernels.simd.threads import NEXT_PART, share_of, task_fields
 
 
 class RopeTask(ctypes.Structure):
@@ -78,11 +74,6 @@ class ConversionTask(ctypes.Structure):
 
 ROPE_TASK, NORM_TASK = np.dtype(RopeTask), np.dtype(NormTask)
 CONVERSION_TASK = np.dtype(ConversionTask)
-
-
-@loop
-def share_of(t: Any, part: int) -> range:
-    return range(t.num_tokens * part // t.num_parts, t.num_tokens * (part + 1) // t.num_parts)
 
 
 @loop
@@ -162,7 +153,7 @@ def rope_and_write(address: int) -> None:
     part = claim(address, NEXT_PART)
     row = 0
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             while get_int(t.row_starts, row + 1) <= token:
                 row += 1
             position = get_int(t.kv_lengths, row) - get_int(t.row_starts, row + 1) + token
@@ -208,7 +199,7 @@ def normalize(address: int) -> None:
     width = t.width
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             x, start = t.x, token * t.stride
             if t.residual:
                 x = t.residual
@@ -226,7 +217,7 @@ def convert(address: int) -> None:
     t = task_at(address, CONVERSION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             for i in range(0, t.width, LANES):
                 value = splat(ZERO)
                 if i < t.given:

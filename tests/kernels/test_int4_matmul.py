@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
-from gptmanager.kernels.gemm import int4_matmul, int4_tiles, matmul_plan
+from gptmanager.kernels.gemm import int4_matmul, int4_tiles, int8_tiles, matmul_plan
 from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul_task import MATMUL_TASK
@@ -33,7 +33,7 @@ needs_dots = pytest.mark.skipif(
 WIDE = pytest.param(
     "wide",
     marks=pytest.mark.skipif(
-        not int4_tiles.has_wide_dots(), reason="this processor has no AVX-512 VNNI"
+        not int8_tiles.has_int8_dots(), reason="this processor has no AVX-512 VNNI"
     ),
 )
 UNIT = pytest.param(

@@ -20,8 +20,7 @@ from gptmanager.kernels.activations.activation_kinds import (
     XIELU_EPS,
     Activation,
 )
-from gptmanager.kernels.per_token_kernels import LOG2_E, MINUS_LOG2_E, ONE, ZERO, share_of
-from gptmanager.kernels.simd.dtypes import load_as, store_as
+from gptmanager.kernels.simd.dtypes import LOG2_E, MINUS_LOG2_E, ONE, ZERO, load_as, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
     claim,
@@ -37,7 +36,7 @@ from gptmanager.kernels.simd.lanes import (
     where_above,
     where_at_least,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, share_of, task_fields
 
 KINDS: Mapping[Activation, int] = {name: kind for kind, name in enumerate(get_args(Activation))}
 SILU, GELU_ERF, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU = range(6)  # as `Activation` lists them
@@ -218,7 +217,7 @@ def activate(address: int) -> None:
     t = task_at(address, ACTIVATION_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             start, other = token * t.stride, token * t.factor_stride
             if t.kind >= SCALE_ROWS:
                 _change_row(t, start, other, token * t.width)

@@ -24,7 +24,7 @@ from gptmanager.kernels.simd.lanes import (
     store_part,
     task_at,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, share_of, task_fields
 
 TILE_TOKENS = 32
 STEP_BYTES = 1 << 14  # of a matrix that are prefetched while the rows before them are multiplied
@@ -95,6 +95,6 @@ def multiply_heads(address: int) -> None:
     scratch, total = t.scratch + claim(address, NEXT_THREAD) * t.scratch_bytes, t.num_heads * tiles
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for own in range(total * part // t.num_parts, total * (part + 1) // t.num_parts):
+        for own in share_of(t, part, total):
             _multiply_tile(t, scratch, own // tiles, own % tiles * TILE_TOKENS)
         part = claim(address, NEXT_PART)

@@ -18,8 +18,7 @@ import numpy as np
 
 from gptmanager.kernels.activations.activation_loops import logistic
 from gptmanager.kernels.experts.routing import Score
-from gptmanager.kernels.per_token_kernels import LOG2_E, ONE, ZERO, share_of
-from gptmanager.kernels.simd.dtypes import FLOAT32, load_as, store_as
+from gptmanager.kernels.simd.dtypes import FLOAT32, LOG2_E, ONE, ZERO, load_as, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
     claim,
@@ -38,7 +37,7 @@ from gptmanager.kernels.simd.lanes import (
     sum_lanes,
     task_at,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, share_of, task_fields
 
 SCORES: Mapping[Score, int] = {
     name: kind for kind, name in enumerate(get_args(Score)) if name != "sparse_mixer"
@@ -292,7 +291,7 @@ def choose(address: int) -> None:
     own = t.scratch + claim(address, NEXT_THREAD) * 4 * SCRATCH_ROWS * t.num_experts
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             _choose(t, token, own)
         part = claim(address, NEXT_PART)
 
@@ -307,7 +306,7 @@ def gather(address: int) -> None:
     t = task_at(address, ROUTING_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             _gather(t, token)
         part = claim(address, NEXT_PART)
 
@@ -317,7 +316,7 @@ def mix(address: int) -> None:
     t = task_at(address, MIXING_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             first = token * t.per_token
             for d in range(0, t.width, LANES):
                 total = splat(ZERO)

@@ -25,8 +25,8 @@ from gptmanager.kernels.gemm.quantized_activations import (
     sum_ints,
     upper_and_lower,
 )
-from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
-from gptmanager.kernels.simd.dtypes import load_as
+from gptmanager.kernels.per_token_kernels import CONVERSION_TASK
+from gptmanager.kernels.simd.dtypes import ZERO, load_as
 from gptmanager.kernels.simd.lanes import (
     INDICES,
     LANES,
@@ -42,7 +42,7 @@ from gptmanager.kernels.simd.lanes import (
     task_at,
     vector,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART
+from gptmanager.kernels.simd.threads import NEXT_PART, share_of
 
 # Byte offsets in a block: the factor, the int32 initial value of dot products, the factor times the
 # sum of the integers, and the integers.
@@ -140,7 +140,7 @@ def _quantize(t: Any, address: int, in_planes: bool) -> None:
     size = planes_size(t.width) if in_planes else t.width // GROUP * (BLOCK_HEAD + GROUP)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             to = t.result + token * size
             if in_planes:
                 _quantize_in_planes(t.x_dtype, t.x, token, t.given, t.width, to)

@@ -10,11 +10,11 @@ from gptmanager.kernels.gemm.int4_tiles import (
     GROUP_BYTES,
     SCALE_BYTES,
     has_byte_dots,
-    has_wide_dots,
     int4_tile,
     widen_group,
     widen_group_to_pairs,
 )
+from gptmanager.kernels.gemm.int8_tiles import has_int8_dots
 from gptmanager.kernels.gemm.matmul import BLOCK, WIDE_BYTES, multiply_by_tiles
 from gptmanager.kernels.gemm.matmul_task import (
     MATMUL_TASK,
@@ -165,7 +165,7 @@ def _share_by_unit(t: Any, address: int) -> None:
     release()
 
 
-_wide = has_wide_dots()
+_wide = has_int8_dots()
 _by_int16 = _share_by_dots(2, _wide) if has_byte_dots() else _share_by_lanes
 _by_int8 = _share_by_dots(1, _wide) if has_byte_dots() else _share_by_lanes
 

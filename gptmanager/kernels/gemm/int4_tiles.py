@@ -19,6 +19,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.gemm.int4_activations import BEGIN, BLOCK_HEAD, FACTOR, SUM, block_bytes
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
+from gptmanager.kernels.gemm.int8_tiles import add_dots, has_int8_dots
 from gptmanager.kernels.gemm.matrix_tiles import AHEAD, PANELS, fetch_line
 from gptmanager.kernels.gemm.small_matmul import repeat
 from gptmanager.kernels.simd.lanes import (
@@ -49,15 +50,9 @@ _SHIFTED = 0x43000000  # bits of the float 128; the float 128 + n has n in bits 
 
 
 @functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
-def has_wide_dots() -> bool:
-    """Return whether the processor has 512-bit dot products of four bytes (AVX-512 VNNI)."""
-    return bool(cpu_features().get("avx512vnni"))
-
-
-@functools.cache  # LLVM needs 0.1 ms to answer, and each plan of a matmul asks
 def has_byte_dots() -> bool:
     """Return whether the processor has dot products of four bytes, with 512 or 256 bits (VNNI)."""
-    return has_wide_dots() or bool(cpu_features().get("avxvnni"))
+    return has_int8_dots() or bool(cpu_features().get("avxvnni"))
 
 
 def _load(builder: Any, address: Any, kind: Any) -> Any:
@@ -67,10 +62,6 @@ def _load(builder: Any, address: Any, kind: Any) -> Any:
 def _widened(builder: Any, address: Any) -> Any:
     """Load sixteen float16 as float32."""
     return builder.fpext(_load(builder, address, _HALVES), VECTOR)
-
-
-def _add_wide_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
-    return call(builder, "llvm.x86.avx512.vpdpbusd.512", INDICES, total, unsigned, signed)
 
 
 def _add_narrow_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
@@ -88,7 +79,7 @@ class _Tile:
 
     def __init__(self, builder: Any, rows: int, across: int, levels: int, is_wide: bool) -> None:
         self.builder, self.rows, self.across, self.levels = builder, rows, across, levels
-        self.add_dots = _add_wide_dots if is_wide else _add_narrow_dots
+        self.add_dots = add_dots if is_wide else _add_narrow_dots
 
     def group(
         self, blocks: Sequence[Any], values: Sequence[Any], begins: Sequence[Any]

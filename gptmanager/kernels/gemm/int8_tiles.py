@@ -48,7 +48,7 @@ def has_int8_dots() -> bool:
     return bool(cpu_features().get("avx512vnni"))
 
 
-def _add_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
+def add_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> Any:
     """Add the dot product of four uint8 and four int8 in each lane to the total of the lane."""
     return call(builder, "llvm.x86.avx512.vpdpbusd.512", INDICES, total, unsigned, signed)
 
@@ -79,7 +79,7 @@ class _Stretch(NamedTuple):
             right = [builder.load(at(builder, it, offset, INDICES), align=4) for it in self.panels]
             four = [spread(builder, builder.load(at(builder, it, place, INT))) for it in rows]
             return [
-                _add_dots(builder, right[n % PANELS], four[n // PANELS], total)
+                add_dots(builder, right[n % PANELS], four[n // PANELS], total)
                 for n, total in enumerate(sums)
             ]
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
-from gptmanager.kernels.per_token_kernels import CONVERSION_TASK, ZERO, share_of
-from gptmanager.kernels.simd.dtypes import load_as
+from gptmanager.kernels.per_token_kernels import CONVERSION_TASK
+from gptmanager.kernels.simd.dtypes import ZERO, load_as
 from gptmanager.kernels.simd.lanes import (
     INDICES,
     INT,
@@ -42,7 +42,7 @@ from gptmanager.kernels.simd.lanes import (
     task_at,
     vector,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART
+from gptmanager.kernels.simd.threads import NEXT_PART, share_of
 
 MAX_POSITIONS = 512  # positions of an int16 stretch: 512 * MAX_INT8 * MAX_INT16 fits in int32
 STRETCH = 64  # positions of an int8 stretch
@@ -215,7 +215,7 @@ def _quantize(t: Any, address: int, splits: bool) -> None:
     size = split_row_size(t.width) if splits else row_size(t.width)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for token in share_of(t, part):
+        for token in share_of(t, part, t.num_tokens):
             to = t.result + token * size
             if splits:
                 factors = to + 2 * t.width

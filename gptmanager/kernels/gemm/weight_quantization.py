@@ -18,8 +18,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, MOST, Groups
-from gptmanager.kernels.per_token_kernels import ZERO, share_of
-from gptmanager.kernels.simd.dtypes import DTYPES, load_as
+from gptmanager.kernels.simd.dtypes import DTYPES, ZERO, load_as
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -46,7 +45,7 @@ from gptmanager.kernels.simd.lanes import (
     vector,
 )
 from gptmanager.kernels.simd.machine_code import compiled
-from gptmanager.kernels.simd.threads import NEXT_PART, Team, alike, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, Team, alike, share_of, task_fields
 
 # Each number gives a candidate for the scale of a group: see `round_to_groups`.
 STEPS = (8.0, 7.5, 7.0, 8.5, 9.5)
@@ -243,7 +242,7 @@ def round_groups(address: int) -> None:
     groups = (t.width + GROUP - 1) // GROUP
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for row in share_of(t, part):
+        for row in share_of(t, part, t.num_tokens):
             for group in range(groups):
                 left = t.width - GROUP * group
                 start, place = t.width * row + GROUP * group, groups * row + group

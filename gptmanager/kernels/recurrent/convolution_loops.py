@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from gptmanager.kernels.per_token_kernels import ZERO
-from gptmanager.kernels.simd.dtypes import load_as, store_as
+from gptmanager.kernels.simd.dtypes import ZERO, load_as, store_as
 from gptmanager.kernels.simd.lanes import LANES, claim, fma, get_int, loop, splat, task_at
-from gptmanager.kernels.simd.threads import NEXT_PART, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, share_of, task_fields
 
 BLOCK = 16 * LANES  # the channels of a row that a thread convolves at a time
 
@@ -105,8 +104,7 @@ def convolve_gated(address: int) -> None:
     num_items = t.num_rows * num_blocks
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        first, stop = num_items * part // t.num_parts, num_items * (part + 1) // t.num_parts
-        for item in range(first, stop):
+        for item in share_of(t, part, num_items):
             _convolve_block(t, item // num_blocks, item % num_blocks * BLOCK)
         part = claim(address, NEXT_PART)
 

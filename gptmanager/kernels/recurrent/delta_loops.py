@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from gptmanager.kernels.activations.activation_loops import logistic, softplus
-from gptmanager.kernels.per_token_kernels import LOG2_E, MINUS_LOG2_E, ONE, ZERO
 from gptmanager.kernels.recurrent.convolution_loops import convolved, keep_inputs
 from gptmanager.kernels.recurrent.delta_formulas import L2_EPS
 from gptmanager.kernels.recurrent.memory_loops import (
@@ -23,7 +22,7 @@ from gptmanager.kernels.recurrent.memory_loops import (
     load_tile,
     store_tile,
 )
-from gptmanager.kernels.simd.dtypes import load_as, store_as
+from gptmanager.kernels.simd.dtypes import LOG2_E, MINUS_LOG2_E, ONE, ZERO, load_as, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
     claim,
@@ -40,7 +39,7 @@ from gptmanager.kernels.simd.lanes import (
     sum_lanes,
     task_at,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, share_of, task_fields
 
 SPAN = 32  # the most tokens that a thread runs before it writes their results
 
@@ -79,8 +78,7 @@ def activate_gates(address: int) -> None:
     heads = t.value_heads
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        first, stop = t.num_tokens * part // t.num_parts, t.num_tokens * (part + 1) // t.num_parts
-        for token in range(first, stop):
+        for token in share_of(t, part, t.num_tokens):
             start = token * 2 * heads
             for head in range(0, heads, LANES):
                 count = heads - head
@@ -238,8 +236,7 @@ def run_memories(address: int) -> None:
     num_items = t.num_rows * t.value_heads
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        first, stop = num_items * part // t.num_parts, num_items * (part + 1) // t.num_parts
-        for item in range(first, stop):
+        for item in share_of(t, part, num_items):
             _run_head(t, item // t.value_heads, item % t.value_heads, tile)
         part = claim(address, NEXT_PART)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gptmanager.kernels.per_token_kernels import ZERO
+from gptmanager.kernels.simd.dtypes import ZERO
 from gptmanager.kernels.simd.lanes import (
     LANES,
     fma,

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from gptmanager.kernels.activations.activation_loops import logistic, softplus
-from gptmanager.kernels.per_token_kernels import LOG2_E, MINUS_LOG2_E, ONE, ZERO
 from gptmanager.kernels.recurrent.convolution_loops import BLOCK, convolved, keep_inputs
 from gptmanager.kernels.recurrent.memory_loops import (
     WIDTH,
@@ -22,7 +21,7 @@ from gptmanager.kernels.recurrent.memory_loops import (
     load_tile,
     store_tile,
 )
-from gptmanager.kernels.simd.dtypes import load_as, store_as
+from gptmanager.kernels.simd.dtypes import LOG2_E, MINUS_LOG2_E, ONE, ZERO, load_as, store_as
 from gptmanager.kernels.simd.lanes import (
     LANES,
     claim,
@@ -37,7 +36,7 @@ from gptmanager.kernels.simd.lanes import (
     sum_lanes,
     task_at,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, share_of, task_fields
 
 
 class StateSpaceTask(ctypes.Structure):
@@ -73,8 +72,7 @@ def activate_steps(address: int) -> None:
     heads = t.heads
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        first, stop = t.num_tokens * part // t.num_parts, t.num_tokens * (part + 1) // t.num_parts
-        for token in range(first, stop):
+        for token in share_of(t, part, t.num_tokens):
             for head in range(0, heads, LANES):
                 count, at = heads - head, 2 * token * heads + head
                 argument = load_as(t.dtype, t.steps, token * t.stride + head, count)
@@ -109,8 +107,7 @@ def convolve_channels(address: int) -> None:
     num_items = t.num_rows * num_blocks
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        first, stop = num_items * part // t.num_parts, num_items * (part + 1) // t.num_parts
-        for item in range(first, stop):
+        for item in share_of(t, part, num_items):
             _convolve_channels(t, item // num_blocks, item % num_blocks * BLOCK)
         part = claim(address, NEXT_PART)
 
@@ -149,8 +146,7 @@ def scan_heads(address: int) -> None:
     num_items = t.num_rows * t.heads
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        first, stop = num_items * part // t.num_parts, num_items * (part + 1) // t.num_parts
-        for item in range(first, stop):
+        for item in share_of(t, part, num_items):
             _scan_head(t, item // t.heads, item % t.heads, tile)
         part = claim(address, NEXT_PART)
 
@@ -181,8 +177,7 @@ def norm_gated(address: int) -> None:
     num_items = t.num_tokens * t.norm_groups
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        first, stop = num_items * part // t.num_parts, num_items * (part + 1) // t.num_parts
-        for item in range(first, stop):
+        for item in share_of(t, part, num_items):
             _norm_group(t, item // t.norm_groups, item % t.norm_groups, size)
         part = claim(address, NEXT_PART)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 
@@ -43,6 +44,11 @@ _features = cpu_features()
 HAS_FLOAT16 = "sse2" not in _features or bool(_features.get("f16c"))
 if HAS_FLOAT16:  # without F16C, LLVM would call a library that is not linked
     DTYPES[torch.float16] = FLOAT16
+
+# A float of Python is a float64 in compiled code.
+ZERO, ONE, NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
+LOG2_E = np.float32(1.4426950408889634)
+MINUS_LOG2_E = -LOG2_E
 
 _BYTE = ir.IntType(8)
 _SHORT = ir.IntType(16)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gptmanager.environment.machine.cores import num_cores
 from gptmanager.kernels.simd.dtypes import DTYPES
+from gptmanager.kernels.simd.lanes import loop
 
 logger = logging.getLogger("gptmanager")
 
@@ -39,6 +40,12 @@ def task_fields(longs: str, reals: str = "") -> list[tuple[str, Any]]:
     """Return a task's fields: two counters, `num_parts`, int64 `longs`, and float64 `reals`."""
     names = ["next_part", "next_thread", "num_parts", *longs.split()]
     return [(n, ctypes.c_int64) for n in names] + [(n, ctypes.c_double) for n in reals.split()]
+
+
+@loop
+def share_of(t: Any, part: int, count: int) -> range:
+    """Return which of `count` items a part of a task has: nearly as many as each other part."""
+    return range(count * part // t.num_parts, count * (part + 1) // t.num_parts)
 
 
 def with_first(task: Task, *values: int) -> Task:

@@ -11,8 +11,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from gptmanager.kernels.gemm.panels.panel_writing import move_int8, panels_of, round_row, rows_of
-from gptmanager.kernels.per_token_kernels import ZERO, share_of
-from gptmanager.kernels.simd.dtypes import FLOAT32
+from gptmanager.kernels.simd.dtypes import FLOAT32, ZERO
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -36,7 +35,7 @@ from gptmanager.kernels.simd.lanes import (
     task_at,
     vector,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, share_of, task_fields
 
 _BYTE = ir.IntType(8)
 _BYTES = ir.VectorType(_BYTE, LANES)
@@ -214,7 +213,7 @@ def scale_rows(address: int) -> None:
     t = task_at(address, SCALE_TASK)
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for row in share_of(t, part):
+        for row in share_of(t, part, t.num_tokens):
             _scale_row(t, row, t.result + 4 * row * t.width)
         part = claim(address, NEXT_PART)
 

@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from gptmanager.kernels.gemm.panels.panel_writing import panels_of, quotient
-from gptmanager.kernels.per_token_kernels import ONE, ZERO
+from gptmanager.kernels.simd.dtypes import ONE, ZERO
 from gptmanager.kernels.simd.lanes import (
     INDICES,
     INT,

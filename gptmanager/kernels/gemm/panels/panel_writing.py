@@ -19,8 +19,7 @@ from torch import Tensor
 
 from gptmanager.kernels.gemm.int4_groups import GROUP, whole_groups
 from gptmanager.kernels.gemm.weight_quantization import run_in_team, team_size
-from gptmanager.kernels.per_token_kernels import ONE, ZERO
-from gptmanager.kernels.simd.dtypes import DTYPES, load_as
+from gptmanager.kernels.simd.dtypes import DTYPES, ONE, ZERO, load_as
 from gptmanager.kernels.simd.lanes import (
     INDICES,
     LANES,

@@ -13,7 +13,6 @@ from llvmlite import ir  # type: ignore[import-untyped]
 
 from gptmanager.kernels.gemm.int4_groups import GROUP
 from gptmanager.kernels.gemm.panels.panel_writing import panels_of
-from gptmanager.kernels.per_token_kernels import share_of
 from gptmanager.kernels.simd.lanes import (
     INDICES,
     INT,
@@ -31,7 +30,7 @@ from gptmanager.kernels.simd.lanes import (
     task_at,
     times,
 )
-from gptmanager.kernels.simd.threads import NEXT_PART, task_fields
+from gptmanager.kernels.simd.threads import NEXT_PART, share_of, task_fields
 from gptmanager.kernels.simd.tiles import (
     LINE_BYTES,
     exchanged,
@@ -135,7 +134,7 @@ def unpack_columns(address: int) -> None:
     per_word, mask = 32 // t.bits, (1 << t.bits) - 1
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
-        for row in share_of(t, part):
+        for row in share_of(t, part, t.num_tokens):
             for number in range(per_word):
                 shift = (t.order >> 4 * number & 15) * t.bits
                 to = t.result + (row * per_word + number) * t.width
@@ -253,7 +252,7 @@ def awq_groups(address: int) -> None:
     part = claim(address, NEXT_PART)
     while part < t.num_parts:
         for group in range(t.num_groups):
-            for block in range(blocks * part // t.num_parts, blocks * (part + 1) // t.num_parts):
+            for block in share_of(t, part, blocks):
                 source = t.words + 4 * (t.row_stride * GROUP * group + LANES * block)
                 panel = t.first_row // LANES + AWQ_ROWS // LANES * block
                 to = t.values + panel * size + group * _GROUP_BYTES
