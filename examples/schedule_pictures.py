@@ -18,7 +18,6 @@ from gptmanager.loop.allocation import Allocator
 from gptmanager.loop.token_loop import TokenLoop
 from gptmanager.picture.drawing import draw
 from gptmanager.picture.observer import observe
-from gptmanager.picture.stages import draw_stages
 from gptmanager.picture.svg import STYLE, element, label, path, rect
 from gptmanager.picture.trace import Trace
 from gptmanager.request.inference_request import NamedTensor
@@ -280,6 +279,48 @@ def pipeline() -> str:
     simulate(simulator.hypothetical(options, 256), load, CostModel(), work=work)
     return draw_stages(
         work, "Two stages, two micro batches: A and B, with the numbers of their steps"
+    )
+
+
+def draw_stages(work: Sequence[Work], title: str) -> str:
+    """The stages' work along a time axis. A label "B7" means step 7, of the second micro batch."""
+    left, wide, row, top = 90, 900, 34, 62
+    classes = ("context", "generation", "memory", "frame")  # of successive micro batches
+    first, last = min(it.begin for it in work), max(it.end for it in work)
+    scale = wide / (last - first)
+    count = 1 + max(it.stage for it in work)
+    marks = []
+    for stage in range(count):
+        own = [it for it in work if it.stage == stage]
+        busy = sum(it.end - it.begin for it in own) / (last - first)
+        y = top + stage * row
+        marks.append(label(left - 8, y + 17, f"stage {stage}", "end"))
+        marks.append(label(left + wide + 8, y + 17, f"{busy:.0%} busy", "faint small"))
+        for it in own:
+            x, width = left + (it.begin - first) * scale, (it.end - it.begin) * scale
+            name = f"{chr(65 + it.micro_batch_id % 26)}{it.iteration}"
+            tip = f"stage {stage}: step {it.iteration}, micro batch {it.micro_batch_id}, "
+            tip += f"{it.begin * 1000:.1f} to {it.end * 1000:.1f} ms"
+            kind = classes[it.micro_batch_id % len(classes)]
+            marks.append(rect(x, y, width, row - 8, kind, tip, 2))
+            if width > 22:
+                inside = f"mid small on-{kind}" if kind in classes[:2] else "mid small"
+                marks.append(label(x + width / 2, y + 17, name, inside))
+    bottom = top + count * row + 14
+    marks.append(label(left, bottom, f"{first * 1000:.0f} ms", "faint small"))
+    marks.append(label(left + wide, bottom, f"{last * 1000:.0f} ms", "faint small end"))
+    width, height = left + wide + 90, bottom + 14
+    return element(
+        "svg",
+        element("style", STYLE),
+        rect(0, 0, width, height, "paper"),
+        label(16, 30, title, "title"),
+        *marks,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {width} {height}",
+        width=width,
+        height=height,
+        class_="picture",
     )
 
 

@@ -636,7 +636,6 @@ picture/                      drawings of a schedule: SVG, zoomable page, Perfet
     rows                      draws one row per request
     load                      draws batch size, tokens and memory
     drawing                   draws a schedule
-    stages                    draws pipeline stages
     zoom_page                 a zoomable HTML page
     perfetto                  a trace for Perfetto
     main                      runs `gptmanager picture`

@@ -23,7 +23,6 @@ from gptmanager.kernels.gemm.panels.word_loops import unpack_rows, word_groups
 from gptmanager.kernels.gemm.weight_quantization import run_in_team
 from gptmanager.kernels.simd.lanes import LANES
 
-_PER_WORD = 8  # numbers of 4 bits
 _FOUR_GROUPS = 4 * GROUP
 
 
