@@ -1,4 +1,6 @@
-"""A server over the bundled model, one for all tests of this folder in a worker."""
+"""Servers, one of each kind for all tests of this folder in a worker."""
+
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +17,18 @@ def one_torch_thread():
 def server(one_torch_thread, tmp_path_factory):
     with running_server(settings_of(adapter_dir=tmp_path_factory.mktemp("adapters"))) as running:
         yield running
+
+
+@pytest.fixture(scope="package")
+def scripted_qwen(one_torch_thread, tmp_path_factory):
+    """A server whose model says what a test wants, with the template and the tags of Qwen."""
+    from scripted_server import scripted_server
+
+    template = Path(__file__).parent / "chat_templates" / "qwen.jinja"
+    tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+    folder = tmp_path_factory.mktemp("qwen")
+    with scripted_server(folder, template, messages=[], tags=tags) as ask:
+        yield ask
 
 
 @pytest.fixture(scope="package")

@@ -3,18 +3,15 @@
 import functools
 import inspect
 import json
-from pathlib import Path
 
 import httpx
 import pytest
 from running_server import running_server, settings_of
-from scripted_server import scripted_server
 
 from gptmanager.server.anthropic.messages import COUNT_FIELDS, FIELDS
 from gptmanager.server.chat.chat_call import fields_renamed
 from gptmanager.server.errors import ApiError
 
-QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
 ASKS = [{"role": "user", "content": "17 + 25 ="}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FORM = {"type": "json_schema", "schema": {**CITY, "additionalProperties": False}}
@@ -32,11 +29,8 @@ BODY = {"model": "scripted", "max_tokens": 200, "messages": ASKS}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, one_torch_thread):
-    tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    folder = tmp_path_factory.mktemp("qwen")
-    with scripted_server(folder, QWEN, messages=[], tags=tags) as ask:
-        yield ask
+def server(scripted_qwen):
+    return scripted_qwen
 
 
 def ask(server, says, path="/v1/messages", **fields):

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
-from scripted_server import scripted_server
 
-QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
 AI_SDK = Path(__file__).parent / "ai_sdk"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
 THOUGHT = "<think>\nI look.\n</think>\n\n"
@@ -34,22 +32,14 @@ def look(city: str) -> str:
     return f"sunny in {city}"
 
 
-@pytest.fixture(scope="module")
-def module_server(tmp_path_factory, one_torch_thread):
-    tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    folder = tmp_path_factory.mktemp("qwen")
-    with scripted_server(folder, QWEN, messages=[], tags=tags) as ask:
-        yield ask
-
-
 @pytest.fixture
-def server(module_server, monkeypatch):
+def server(scripted_qwen, monkeypatch):
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
         monkeypatch.setenv(name, "none")
-    monkeypatch.setenv("OPENAI_BASE_URL", f"{module_server.url}/v1")
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{scripted_qwen.url}/v1")
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     monkeypatch.setenv("LANGSMITH_TRACING", "false")
-    return module_server
+    return scripted_qwen
 
 
 def needs(name):

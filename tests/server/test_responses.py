@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 
 import httpx
 import pytest
@@ -11,14 +10,12 @@ from openai.types.responses import Response as OpenAIResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 from running_server import running_server, settings_of
-from scripted_server import scripted_server
 
 from gptmanager.server.errors import ApiError
 from gptmanager.server.http.warning_header import Warnings
 from gptmanager.server.openai.response_input import chat_fields, items_of, messages_of
 from gptmanager.server.openai.response_store import MAX_AGE_S, ResponseStore
 
-QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
 EVENTS = TypeAdapter(ResponseStreamEvent)
 ASKS = "17 + 25 ="
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -28,11 +25,8 @@ ANSWER = f"<think>\nI look.\n</think>\n\nI see.\n{CALL}\n{CALL}"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, one_torch_thread):
-    tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    folder = tmp_path_factory.mktemp("qwen")
-    with scripted_server(folder, QWEN, messages=[], tags=tags) as ask:
-        yield ask
+def server(scripted_qwen):
+    return scripted_qwen
 
 
 @pytest.fixture

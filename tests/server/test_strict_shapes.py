@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 
 import httpx
 import pytest
@@ -10,9 +9,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import FunctionTool, Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from scripted_server import scripted_server
 
-QWEN = Path(__file__).parent / "chat_templates" / "qwen.jinja"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 LOOK = {"name": "look", "parameters": CITY}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -48,11 +45,8 @@ RESPONSES = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, one_torch_thread):
-    tags = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    folder = tmp_path_factory.mktemp("qwen")
-    with scripted_server(folder, QWEN, messages=[], tags=tags) as ask:
-        yield ask
+def server(scripted_qwen):
+    return scripted_qwen
 
 
 def whole(server, path, **body):
