@@ -1,10 +1,12 @@
 """`ChatTemplate`: tokens of a chat, whatever its template and its texts do."""
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tokenizers import processors
 
 from gptmanager.callbacks import ChatTemplate, load_tokenizer
 from gptmanager.errors import ConfigError, InvalidRequestError
@@ -24,8 +26,11 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL / name, folder)
+    shutil.copy(MODEL / "tokenizer_config.json", folder)
+    tokenizer = load_tokenizer(MODEL)  # it adds a token, which a template writes itself
+    adds = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+    tokenizer.post_processor = adds
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
@@ -88,8 +93,11 @@ def test_closed_it_has_no_process_and_renders_nothing(folder):
     template.close()
 
 
-def test_a_folder_without_a_template_is_a_config_error(tmp_path):
+@pytest.mark.parametrize("templates", [None, [{"name": "tool_use", "template": "a"}]])
+def test_a_folder_without_a_template_is_a_config_error(tmp_path, templates):
+    """One for requests with tools is not enough."""
     shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
     with pytest.raises(ConfigError, match="has no chat template"):
         ChatTemplate.of_folder(tmp_path)
 

@@ -1,10 +1,12 @@
 from collections import deque
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupting import interrupted
 
 from gptmanager import InferenceRequest
 from gptmanager.callbacks.queue.pending_requests import PendingRequests, Size
@@ -47,6 +49,23 @@ def test_one_in_the_middle_can_be_taken_once():
     assert pending.take(1) is None
     assert len(pending) == 2
     assert ids(pending.pop(3)) == [0, 2]
+
+
+def test_an_interrupted_take_leaves_no_place_for_a_later_request_of_this_id():
+    for point in count():
+        pending = fill(0.9)
+
+        def take(pending=pending):
+            pending.take(0)
+
+        is_reached = interrupted(take, point)
+        if not pending:
+            pending.push(InferenceRequest(0, priority=0.1))
+            pending.push(InferenceRequest(1, priority=0.5))
+            assert ids(pending.pop(2)) == [1, 0], point
+        if not is_reached:
+            break
+    assert point > 4
 
 
 def test_a_cleared_queue_keeps_no_order_of_earlier_requests():

@@ -452,6 +452,8 @@ VLLM_BUCKETS = {
     "7.5 10 20 40 80 160 640 2560",
     "inter_token_latency_seconds": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 "
     "7.5 10 20 40 80",
+    "request_prompt_tokens": "1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000 "
+    "200000 500000",
     "iteration_tokens_total": "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384",
 }
 
@@ -467,6 +469,8 @@ def test_vllm_dashboards_find_what_they_ask_for(registry):
     for name, bounds in VLLM_BUCKETS.items():
         buckets = [it.removeprefix("le=") for it in found[f"vllm:{name}_bucket"]]
         assert [*map(float, buckets)] == [*map(float, bounds.split()), math.inf], name
+    for metric in METRICS:
+        assert [*metric.buckets] == sorted({*metric.buckets}), metric.name
 
 
 def test_a_value_on_a_bound_lies_below_it():

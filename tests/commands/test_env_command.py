@@ -2,6 +2,7 @@
 
 import json
 import platform
+import sys
 from importlib import metadata
 from importlib.metadata import version
 from pathlib import Path
@@ -85,6 +86,28 @@ def test_a_package_that_is_too_old_is_named_with_the_command_that_upgrades_it(
 ):
     monkeypatch.setattr(metadata, "version", lambda name: "0.1.0")
     with pytest.raises(ConfigError, match=rf"{text}.* \(0.1.0 is installed\).*: pip install '"):
+        use()
+
+
+@pytest.mark.parametrize(
+    ("package", "use", "text"),
+    [
+        ("uvicorn", lambda: load_extra("server", "uvicorn"), "gptmanager serve needs uvicorn"),
+        ("grpc", lambda: load_extra("triton", "grpc"), "gptmanager serve needs grpc"),
+        ("transformers", load_transformers_library, "model_backend = .* needs transformers"),
+        ("llguidance", lambda: GuidedDecoding(None), "guided decoding needs llguidance"),
+        (
+            "prometheus_client",
+            lambda: PrometheusSink(model_name="m"),
+            "Prom.* needs prometheus_client",
+        ),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
+    monkeypatch, package, use, text
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"^{text}.*: pip install '"):
         use()
 
 

@@ -47,6 +47,7 @@ from gptmanager.models.families.places import place_tensors
 from gptmanager.models.families.wrappers import TEXT_FAMILIES
 from gptmanager.models.parameters import parameter_shapes
 from gptmanager.models.read_spec import read_spec
+from gptmanager.models.recurrent.kind import RecurrentKind
 from gptmanager.models.spec import QueryTemperature
 from gptmanager.testing import RecordingCallbacks
 
@@ -70,6 +71,20 @@ def test_the_tensors_of_a_family_fill_each_row_of_its_parameters_once() -> None:
             filled[parameter] += len(run.source)
         rows = {key: shape[0] for key, shape in shapes.items() if "cache_scales" not in key}
         assert filled == rows, name
+        for kind in {layer.attention.recurrent for layer in spec.layers} - {None}:
+            for is_joined in (True, False):
+                check_modules(kind, is_joined)
+
+
+def check_modules(kind: RecurrentKind, is_joined: bool) -> None:
+    """Check that the modules of adapters cover each row of their matrices once."""
+    shapes, covered = kind.parameters(64), Counter[tuple[str, int]]()
+    for _, matrix, rows in kind.modules(is_joined):
+        covered.update((matrix, row) for row in rows)
+    matrices = {matrix for matrix, _ in covered}
+    assert covered == Counter(
+        (matrix, row) for matrix in matrices for row in range(shapes[f"{matrix}.weight"][0])
+    )
 
 
 def test_a_million_experts_are_refused_before_they_are_listed() -> None:

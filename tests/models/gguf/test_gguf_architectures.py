@@ -16,6 +16,7 @@ import pytest
 import torch
 from checkpoints import PagedDriver
 from gguf_files import random_blocks, write_gguf
+from mapped_files import resident_bytes
 
 from gptmanager.errors import ConfigError
 from gptmanager.models import load_model
@@ -65,7 +66,9 @@ def test_value_heads_of_whole_groups_stay_in_4_bits(value_dim: int, tmp_path: Pa
     assert info.in_groups == (value_dim != 16)
     if info.in_groups:
         found = [it.floats() for _, it in source.groups(name, 384 * 4, range(1, 3))]
+        assert resident_bytes(path) == 0  # what was read is released
         floats = [it for _, it in source.pieces(name, 1 << 20, [range(1, 3), range(384)])]
+        assert resident_bytes(path) == 0
         assert len(found) == 2 and torch.equal(torch.cat(found), torch.cat(floats))
 
 

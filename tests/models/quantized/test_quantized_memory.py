@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mapped_files import resident_bytes
 from quantized_config import CONFIG
 from safetensors.torch import save_file
 from torch import Tensor
@@ -52,11 +53,6 @@ def tensors_of_layer(layer: int) -> dict[str, Tensor]:
         found[f"{name}_scales"] = torch.full(shape, 120, dtype=torch.uint8)
         found[f"{name}_bias"] = torch.zeros(EXPERTS, rows)
     return found
-
-
-def resident_bytes(file: Path) -> int:
-    mappings = Path("/proc/self/smaps").read_text().split(f" {file}\n")
-    return sum(1024 * int(it.split("\nRss:", 1)[1].split()[0]) for it in mappings[1:])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
