@@ -113,6 +113,7 @@ def test_choices_of_one_seed_differ_repeat_and_are_nobody_elses(client):
     assert first == again and len(set(first)) == 12
     assert not set(first) & set(next_one)
     assert texts(1, n=2)[:2] == first[:2]
+    assert not set(texts(-1)) & set(texts(-1))  # -1: a random seed
     assert len({mixed_seed(s, p, k) for s in range(9) for p in range(9) for k in range(9)}) == 729
     assert mixed_seed(-1, 0, 0) != mixed_seed(1, 0, 0)
 

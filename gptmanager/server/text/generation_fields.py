@@ -128,7 +128,7 @@ SAMPLING = (
     Field(
         "min_p", Number(*_limits("min_p")), "minimum probability, relative to the likeliest token"
     ),
-    Field("seed", Integer(*_INT64), "the same seed gives the same choices"),
+    Field("seed", Integer(*_INT64), "the same seed gives the same choices; -1: a random one"),
     Field("random_seed", Integer(*_INT64), "seed by another name"),
     Field("n", Integer(1, MAX_CHOICES), "number of choices for each prompt"),
     Field(

@@ -20,6 +20,7 @@ from gptmanager.server.fields import bad_request
 from gptmanager.server.text.outputs import Ends
 from gptmanager.terminal.sampling import SAMPLING_VALUES
 
+_RANDOM_SEED = -1  # by which clients of llama.cpp and vLLM ask for a random seed
 _SERVING = ("cache_salt", "deadline_s", "priority")
 _BY_NAME = {
     **{name: value.tensor for name, value in SAMPLING_VALUES.items()},
@@ -147,7 +148,7 @@ def requests_of(
 ) -> list[list[EngineRequest]]:
     """Return the engine's requests for each prompt: one per choice, or one search with beams.
 
-    `seed` is used if the call names none.
+    `seed` is used if the call names none, or -1.
     """
     common = _common(options, card)
     if options.num_top is not None:
@@ -157,8 +158,8 @@ def requests_of(
     width, adapter = options.beam_width, _adapter(options, card)
     if width > 1:
         common.update(beam_width=width, num_return_sequences=options.num_choices)
-    base = options.given.get("seed")
-    base = seed if base is None else base
+    base = options.given.get("seed", _RANDOM_SEED)
+    base = seed if base == _RANDOM_SEED else base
     found: list[list[EngineRequest]] = []
     for tokens, most in zip(prompts, max_new_tokens, strict=True):
         of_prompt = []
