@@ -45,7 +45,8 @@ class CallShape:
     Tags that are added tokens cannot occur in the text around calls. `several`: whether the grammar
     allows more than one call in an answer. `write` returns the text of arguments; None if a model
     with this format has a chat template that writes calls. If the model gives each call an id,
-    `id_pattern` is its regular expression, and `ID` is its place in `before` or `between`.
+    `id_pattern` is its regular expression, and `ID` is its place in `before` or `between`. An answer
+    of text may end with `text_end`, if it is a mark.
     """
 
     before: str
@@ -60,6 +61,7 @@ class CallShape:
     several: bool = True
     write: Callable[[Mapping[str, Any]], str] | None = None
     id_pattern: str = ""
+    text_end: str = ""
 
     def text(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str | None:
         """Return calls, as (name, arguments), as the model writes them; None without `write`."""
@@ -134,7 +136,9 @@ class CallShape:
         """
         text, others = f"TEXT: /{_ANY}/", self._others(marks)
         if not tag:
-            return [f"start: (text calls){{0,{most}}} text", f"text: TEXT{self._more(marks)}", text]
+            end = f" <[{marks[self.text_end]}]>?" if self.text_end in marks else ""
+            start = f"start: (text calls){{0,{most}}} text{end}"
+            return [start, f"text: TEXT{self._more(marks)}", text]
         parts = [f"TEXT {others}"] if others else []
         parts += ["tag"] if tag != self.tag else []  # the text may have `tag` without the mark
         return [

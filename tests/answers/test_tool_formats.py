@@ -7,7 +7,7 @@ import pytest
 from fuzz import FUZZ
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_answers import CALLS, LISTED, MADE, ROME, TOOLS, TWO, fits_of
+from tool_answers import CALLS, GIGA, LISTED, MADE, ROME, TOOLS, TWO, fits_of
 
 from gptmanager.callbacks import load_tokenizer
 from gptmanager.callbacks.answers.call_grammar import InexpressibleArguments
@@ -117,7 +117,8 @@ def test_an_answer_cut_anywhere_is_the_whole(name):
         whole = parsed(MADE[name], [text], wrap)
         assert parsed(MADE[name], pieces, wrap) == whole == parsed(MADE[name], list(text), wrap)
         if not whole[1] and name != "harmony" and not thinks:
-            assert whole[0] == text
+            ends = "<|message_sep|>" if name == "gigachat 3" else "\0"
+            assert whole[0] == text.replace(ends, "")
 
     check()
 
@@ -343,7 +344,8 @@ for name in ("pythonic", "lfm2", "olmo3"):
     ONE[name] = ONE[name].replace("'", '"')
 ONE["mistral tags"] = ONE["mistral tags"].replace("[CALL_ID]123456789", "")
 ONE["llama3"] = ONE["llama3"].partition(";")[0]
-ONE["gigachat"] = "<|function_call|>" + ONE["gigachat"].split("<|function_call|>")[1]
+for name, tag in (("gigachat", "<|function_call|>"), ("gigachat 3", GIGA)):
+    ONE[name] = tag + ONE[name].split(tag)[1]
 
 
 @pytest.mark.parametrize("name", GUIDED)
@@ -361,7 +363,14 @@ def test_guided_calls(fits, name):
     assert len(fits(form, TOOLS, wrong)) < len(wrong)
     assert fits(form, TOOLS, "[1, 2]", {"type": "array"}) == fits(form, TOOLS, text, True) == "yes"
     alone = read_tools(LISTED, "required", parallel_tool_calls=False)
-    assert (fits(form, alone, text) == "yes") == (name in ("llama3", "gigachat"))
+    assert (fits(form, alone, text) == "yes") == (name in ("llama3", "gigachat", "gigachat 3"))
+
+
+def test_a_guided_text_may_end_with_the_tag_of_its_end(fits):
+    form = MADE["gigachat 3"]
+    for text in ("Hm.<|message_sep|>", f"Hm.{GIGA}" + '{"name": "stop", "arguments": {}}'):
+        assert fits(form, TOOLS, text) == "yes"
+    assert parsed(form, ["Hm.<|message_", "sep|>"]) == ("Hm.", [], False)
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])

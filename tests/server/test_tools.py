@@ -91,6 +91,8 @@ def test_formats_are_told_from_templates(name, form):
         ('following the format below:\\n<tool_calls>\\n{"name": <tool-name>', "json_list"),
         ("ns.content + ' functools[' + tool.calls | join(', ') + ']'", None),
         ('function_call="<|function_call|>"', "json_list"),
+        ("role_sep='<|role_sep|>' {{ render({'role': 'function call'}) }}", "json_list"),
+        ("role_sep='<|role_sep|>'", None),
         ("'\\nAction:\\n```json\\n[\\n'", "cohere"),
     ],
 )

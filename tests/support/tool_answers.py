@@ -40,6 +40,7 @@ MADE = {
     "apriel": format_of("json_list", "<tool_calls>["),
     "minimax_m1": format_of("json_list", '<tool_calls>\\n{"name":'),
     "gigachat": format_of("json_list", "<|function_call|>"),
+    "gigachat 3": format_of("json_list", "<|role_sep|> 'function call'"),
     "cohere": format_of("cohere", ""),
     "command r+": format_of("cohere", "Action:\\n```json\\n["),
     "apertus": format_of("apertus", ""),
@@ -77,6 +78,7 @@ DSML = (
 )
 LIST = '{"name": "look", "arguments": %s}, {"name": "stop", "arguments": {}}' % ROME
 QWEN_STOP = "<tool_call>\n<function=stop>\n</function>\n</tool_call>"
+GIGA = "<|message_sep|>\n\nfunction call<|role_sep|>\n"
 CALLS = [["look", ROME], ["stop", "{}"]]
 TWO = {  # two calls, as each format writes them, after a text if it may have one
     "hermes": 'Hm.\n<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>\n'
@@ -104,6 +106,7 @@ TWO = {  # two calls, as each format writes them, after a text if it may have on
     '    {"tool_name": "stop", "parameters": {}}\n]```' % ROME,
     "minimax_m1": "Hm.\n<tool_calls>\n%s\n</tool_calls>" % LIST.replace("}, {", "}\n{"),
     "gigachat": "Hm.<|function_call|>" + LIST.replace("}, {", "}<|function_call|>{"),
+    "gigachat 3": f"Hm.{GIGA}" + LIST.replace("}, {", f"}}{GIGA}{{"),
     "apertus": f'Hm.<|tools_prefix|>[{{"look": {ROME}}}, {{"stop": {{}}}}]<|tools_suffix|>',
     "functionary": f"Hm.<function=look>{ROME}</function><function=stop>{{}}</function>",
     "kimi_k2": "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"

@@ -5,6 +5,11 @@ Nemotron:        <TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Rome"
 Apriel:          <tool_calls>[{"name": "get_weather", "arguments": {"city": "Rome"}}]</tool_calls>
 MiniMax-M1:      the same without brackets, with an object in each line
 GigaChat 3.1:    <|function_call|>{"name": "get_weather", "arguments": {"city": "Rome"}}
+GigaChat 3, as a message of its own:
+    <|message_sep|>
+
+    function call<|role_sep|>
+    {"name": "get_weather", "arguments": {"city": "Rome"}}
 Apertus:         <|tools_prefix|>[{"get_weather": {"city": "Rome"}}]<|tools_suffix|>
 Command R7B, A:
     <|START_ACTION|>[
@@ -16,9 +21,11 @@ Command R+:      the same list after "Action:", in a code block of JSON
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 from gptmanager.callbacks.answers.call_grammar import CallShape
+from gptmanager.callbacks.answers.parsing.answer_parts import Found
 from gptmanager.callbacks.answers.parsing.call_parser import (
     NAME,
     OBJECT,
@@ -27,6 +34,7 @@ from gptmanager.callbacks.answers.parsing.call_parser import (
     HeadedCallParser,
     State,
 )
+from gptmanager.callbacks.answers.parsing.dropped_tags import DroppedTags
 from gptmanager.callbacks.answers.parsing.json_calls import JsonCallParser
 from gptmanager.callbacks.answers.parsing.python_values import as_json
 from gptmanager.callbacks.answers.tool_format import ShapedFormat
@@ -61,6 +69,25 @@ class GigaChatParser(JsonCallParser):
     openers = ("<|function_call|>",)
 
 
+_MESSAGE_END, _ROLE_END = "<|message_sep|>", "<|role_sep|>"
+
+
+class GigaChat3Parser(JsonCallParser):
+    """Drops the tag with which the model ends a message."""
+
+    openers = (f"{_MESSAGE_END}\n\nfunction call{_ROLE_END}\n",)
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._message_ends = DroppedTags((_MESSAGE_END,))
+
+    def push(self, text: str) -> list[Found]:
+        return self._message_ends.push(super().push(text))
+
+    def flush(self) -> list[Found]:
+        return self._message_ends.push(super().flush()) + self._message_ends.flush()
+
+
 class _Variant(NamedTuple):
     """`begin` and `end` of the calls, `joint` between two, and what the chat template contains."""
 
@@ -70,6 +97,7 @@ class _Variant(NamedTuple):
     parser_class: type[CallParser]
     joint: str = ", "
     several: bool = True
+    text_end: str = ""
 
     @property
     def tag(self) -> str:
@@ -88,6 +116,10 @@ _VARIANTS = (
         "<|function_call|>", "", re.compile(r"<\|function_call\|>"), GigaChatParser,
         joint="<|function_call|>", several=False,
     ),
+    _Variant(
+        GigaChat3Parser.openers[0], "", re.compile(r"(?s)<\|role_sep\|>.*'function call'"),
+        GigaChat3Parser, joint=GigaChat3Parser.openers[0], several=False, text_end=_MESSAGE_END,
+    ),
 )  # fmt: skip
 
 
@@ -97,7 +129,7 @@ class JsonList(ShapedFormat):
     name = "json_list"
     tags = (
         "<|tool_call|>", "<TOOLCALL>", "</TOOLCALL>", "<tool_calls>", "</tool_calls>",
-        "<|function_call|>",
+        "<|function_call|>", _MESSAGE_END, _ROLE_END,
     )  # fmt: skip
 
     def __init__(self, template: str = "") -> None:
@@ -105,7 +137,7 @@ class JsonList(ShapedFormat):
         self.parser_class = found.parser_class
         self.shape = CallShape(
             '{"name": "', '", "arguments": ', "}", found.begin, found.joint, found.end, found.tag,
-            self.tags, several=found.several, write=as_json,
+            self.tags, several=found.several, write=as_json, text_end=found.text_end,
         )  # fmt: skip
 
     @staticmethod
