@@ -45,8 +45,8 @@ class CallShape:
     Tags that are added tokens cannot occur in the text around calls. `several`: whether the grammar
     allows more than one call in an answer. `write` returns the text of arguments; None if a model
     with this format has a chat template that writes calls. If the model gives each call an id,
-    `id_pattern` is its regular expression, and `ID` is its place in `before` or `between`. An answer
-    of text may end with `text_end`, if it is a mark.
+    `id_pattern` is its regular expression, and `ID` is its place in `before` or `between`. If
+    `text_end` is a mark, an answer of text may end with it.
     """
 
     before: str
