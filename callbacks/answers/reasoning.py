@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -11,6 +12,7 @@ from tokenizers import Tokenizer
 
 from gptmanager.callbacks.answers.parsing import harmony_parser as harmony
 from gptmanager.callbacks.answers.parsing.answer_parts import AnswerParser
+from gptmanager.callbacks.answers.parsing.call_parser import CallParser
 from gptmanager.callbacks.answers.parsing.harmony_parser import HarmonyParser
 from gptmanager.callbacks.answers.parsing.thought_tags import THINK, ThoughtFormat, ThoughtTags
 from gptmanager.callbacks.answers.tool_format import ToolFormat
@@ -143,7 +145,11 @@ class AnswerStart:
         thoughts = self.reasoning.form
         if thoughts is None or (self.is_closed and not thoughts.around):
             return calls
-        return ThoughtTags(calls, thoughts, is_open=self.is_open, is_closed=self.is_closed)
+        new_calls = None
+        if isinstance(calls, CallParser) and tools and form and not thoughts.next_tags:
+            new_calls = functools.partial(form.parser, tools)
+        states = {"is_open": self.is_open, "is_closed": self.is_closed}
+        return ThoughtTags(calls, thoughts, **states, new_calls=new_calls)
 
     def grammar_start(self, tokenizer: Tokenizer) -> GrammarStart | None:
         """Return where in the answer a grammar begins; None if it begins with the answer.

@@ -33,6 +33,11 @@ def tags(*, is_open=False):
     return ThoughtTags(HermesParser(NAMES), is_open=is_open)
 
 
+def within(*, is_open=False):
+    """The parser of a whole answer, which also finds calls after a thought that is not closed."""
+    return AnswerStart(Reasoning.THINK, is_open=is_open).parser(TOOLS, Hermes())
+
+
 def read(parser, text, size=None):
     """Thought, content, calls, and the number of characters in thoughts."""
     answer = ChatAnswer(parser)
@@ -76,6 +81,41 @@ def read(parser, text, size=None):
 )  # fmt: skip
 def test_thoughts_in_tags(text, is_open, size, expected):
     assert read(tags(is_open=is_open), text, size) == expected
+
+
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+ADDED, N = ("add", '{"a": 1}'), len(ADD)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, None])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"I add.\n{ADD}\n", ("I add.", "", [ADDED], 6)),
+        (f"{ADD} {ADD}", ("", "", [ADDED] * 2, 0)),
+        (f"{ADD}</think>3", (ADD, "3", [], N)),  # the thought is closed
+        (f"a {ADD} b", (f"a {ADD} b", "", [], N + 4)),  # something follows
+        (f"a {ADD} b {ADD}", (f"a {ADD} b", "", [ADDED], N + 4)),
+        (f"a {ADD[:-24]}", (f"a {ADD[:-24]}", "", [], N - 22)),  # it is cut
+        (f"a <tool_call> {ADD}", ("a <tool_call>", "", [ADDED], 13)),
+        (f"a <tool_call>{ADD.replace('add', 'sub')}", None),  # no tool of this name
+        (f"{'<tool_call> ' * 15}{ADD}", ("<tool_call> " * 14 + "<tool_call>", "", [ADDED], 179)),
+        (f"{'<tool_call> ' * 16}{ADD}", None),
+        ("a <tool_", None),
+    ],
+)
+def test_calls_end_a_thought_that_is_not_closed(text, size, expected):
+    found = read(within(), f"<think>{text}", size)
+    assert found == (expected or (text, "", [], len(text)))
+    assert read(within(is_open=True), text, size)[:3] == found[:3]
+
+
+def test_calls_after_a_thought_are_a_reason_to_run_them():
+    for text, reason in ((ADD, "tool_calls"), (ADD[:-16], "stop")):
+        answer = ChatAnswer(within())
+        answer.push(f"<think>Hm.{text}")
+        answer.flush()
+        assert answer.finish_reason("stop") == reason
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, None])
@@ -194,7 +234,15 @@ PIECES = [
 @given(
     st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
     st.sets(st.integers(1, 200)),
-    st.sampled_from([tags, lambda: tags(is_open=True), lambda: HarmonyParser(NAMES, HEAD)]),
+    st.sampled_from(
+        [
+            tags,
+            lambda: tags(is_open=True),
+            lambda: HarmonyParser(NAMES, HEAD),
+            within,
+            lambda: within(is_open=True),
+        ]
+    ),
 )
 def test_an_answer_in_any_pieces_is_the_whole(text, cuts, make):
     answer, whole = ChatAnswer(make()), read(make(), text)

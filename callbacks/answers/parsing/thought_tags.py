@@ -6,6 +6,7 @@ calls in the text after the thought.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,6 +17,8 @@ from gptmanager.callbacks.answers.parsing.answer_parts import (
     Thought,
     ThoughtSpan,
 )
+from gptmanager.callbacks.answers.parsing.call_parser import CallParser
+from gptmanager.callbacks.answers.parsing.calls_in_thought import CallsInThought
 from gptmanager.callbacks.answers.parsing.dropped_tags import DroppedTags
 from gptmanager.callbacks.answers.parsing.stepwise_parser import StepwiseParser
 from gptmanager.callbacks.answers.parsing.text_scan import first_tag, num_tag_letters
@@ -65,7 +68,9 @@ class ThoughtTags(StepwiseParser):
 
     A thought can only be at the beginning; spaces around it are dropped. With `is_open`, the prompt
     has already opened the thought; with `is_closed`, it has also closed it. The parser `calls`
-    reads the text after the thought. Without `calls`, all text after the thought is content.
+    reads the text after the thought. Without `calls`, all text after the thought is content. With
+    `new_calls`, which creates a parser, a thought that is not closed ends before calls that are the
+    end of the answer.
     """
 
     def __init__(
@@ -75,9 +80,11 @@ class ThoughtTags(StepwiseParser):
         *,
         is_open: bool = False,
         is_closed: bool = False,
+        new_calls: Callable[[], CallParser] | None = None,
     ) -> None:
         super().__init__()
         self._calls = calls
+        self._calls_within = None if new_calls is None else CallsInThought(new_calls)
         self._opener, self._closer = form.opener + form.label, form.closer
         self._ends = (form.closer, *form.next_tags)
         self._around = DroppedTags(form.around)
@@ -104,8 +111,7 @@ class ThoughtTags(StepwiseParser):
             self._open()
         rest = self._take(len(self._text))
         if self._state is _State.THOUGHT:
-            rest = rest.rstrip() if self._has_thought else rest.strip()
-            return [Thought(rest)] if rest else []
+            return self._flush_thought(rest)
         found = self._answer(rest) if self._state is not _State.AFTER else []
         return found + ([] if self._calls is None else self._calls.flush())
 
@@ -149,9 +155,14 @@ class ThoughtTags(StepwiseParser):
             begin = end - len(self._text[:end].lstrip())
         said = self._text[begin:end].rstrip()
         if said:
-            found.append(Thought(said))
             self._has_thought = True
             self._take(begin + len(said))
+            if self._calls_within is not None:
+                said = self._calls_within.push(said)
+        if at >= 0 and self._calls_within is not None:
+            said += self._calls_within.release()
+        if said:
+            found.append(Thought(said))
         if at < 0:
             return False
         self._take(self._text.find(end_tag))
@@ -160,6 +171,21 @@ class ThoughtTags(StepwiseParser):
             self._take(len(end_tag))
         self._state = _State.AFTER
         return True
+
+    def _flush_thought(self, rest: str) -> list[Found]:
+        """Return the end of a thought that is not closed, or the calls that follow it."""
+        num_spaces = len(rest) - len(rest.rstrip())
+        rest = rest.rstrip() if self._has_thought else rest.strip()
+        if self._calls_within is None:
+            return [Thought(rest)] if rest else []
+        rest = self._calls_within.push(rest)
+        ended = self._calls_within.flush()
+        if ended is None:
+            rest += self._calls_within.release()
+            return [Thought(rest)] if rest else []
+        self._calls, found, length = ended
+        self.thoughts[-1].end = self.num_pushed - num_spaces - length
+        return [Thought(rest), *found] if rest else found
 
     def _answer(self, text: str) -> list[Found]:
         """Return the parts of `text`, which follows the thought and was the last text taken."""
