@@ -367,7 +367,7 @@ def test_what_has_no_effect_is_taken(client):
         ({"max_tokens": 512}, "max_tokens", "lower max_tokens to at most 511"),
         ({"prompt": [3] * 512}, "prompt", "This model's maximum context length is 512 tokens."),
         ({"max_tokens": 10**12}, "max_tokens", "This model's maximum context length is 512 tok"),
-        ({"max_completion_tokens": 1e300}, "max_completion_tokens", "context length is 512"),
+        ({"max_completion_tokens": 1e300}, "max_completion_tokens", "is not exact"),
         ({"prompt": [3, 640]}, "prompt", "prompt[1] = 640 is outside 0 to 639"),
         ({"prompt": [3, -1]}, "prompt", "prompt[1] = -1 is outside 0 to 639"),
         ({"prompt": [640] * 600}, "prompt", "your prompt resulted in 600 tokens"),
