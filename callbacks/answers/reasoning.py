@@ -145,11 +145,12 @@ class AnswerStart:
         thoughts = self.reasoning.form
         if thoughts is None or (self.is_closed and not thoughts.around):
             return calls
-        new_calls = None
+        new_calls: Any = None
         if isinstance(calls, CallParser) and tools and form and not thoughts.next_tags:
             new_calls = functools.partial(form.parser, tools)
-        states = {"is_open": self.is_open, "is_closed": self.is_closed}
-        return ThoughtTags(calls, thoughts, **states, new_calls=new_calls)
+        return ThoughtTags(
+            calls, thoughts, is_open=self.is_open, is_closed=self.is_closed, new_calls=new_calls
+        )
 
     def grammar_start(self, tokenizer: Tokenizer) -> GrammarStart | None:
         """Return where in the answer a grammar begins; None if it begins with the answer.

@@ -91,15 +91,15 @@ ADDED, N = ("add", '{"a": 1}'), len(ADD)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (f"I add.\n{ADD}\n", ("I add.", "", [ADDED], 6)),
+        (f"I add.\n{ADD}\n", ("I add.", "", [ADDED], 7)),
         (f"{ADD} {ADD}", ("", "", [ADDED] * 2, 0)),
         (f"{ADD}</think>3", (ADD, "3", [], N)),  # the thought is closed
         (f"a {ADD} b", (f"a {ADD} b", "", [], N + 4)),  # something follows
-        (f"a {ADD} b {ADD}", (f"a {ADD} b", "", [ADDED], N + 4)),
+        (f"a {ADD} b {ADD}", (f"a {ADD} b", "", [ADDED], N + 5)),
         (f"a {ADD[:-24]}", (f"a {ADD[:-24]}", "", [], N - 22)),  # it is cut
-        (f"a <tool_call> {ADD}", ("a <tool_call>", "", [ADDED], 13)),
+        (f"a <tool_call> {ADD}", ("a <tool_call>", "", [ADDED], 14)),
         (f"a <tool_call>{ADD.replace('add', 'sub')}", None),  # no tool of this name
-        (f"{'<tool_call> ' * 15}{ADD}", ("<tool_call> " * 14 + "<tool_call>", "", [ADDED], 179)),
+        (f"{'<tool_call> ' * 15}{ADD}", ("<tool_call> " * 14 + "<tool_call>", "", [ADDED], 180)),
         (f"{'<tool_call> ' * 16}{ADD}", None),
         ("a <tool_", None),
     ],
@@ -108,6 +108,17 @@ def test_calls_end_a_thought_that_is_not_closed(text, size, expected):
     found = read(within(), f"<think>{text}", size)
     assert found == (expected or (text, "", [], len(text)))
     assert read(within(is_open=True), text, size)[:3] == found[:3]
+
+
+def test_a_call_in_a_thought_is_read_once(monkeypatch):
+    lengths = []
+    push = HermesParser.push
+    monkeypatch.setattr(
+        HermesParser, "push", lambda self, text: lengths.append(len(text)) or push(self, text)
+    )
+    text = ADD.replace("1", "1" * 1000)
+    found = read(within(is_open=True), text, 8)
+    assert found[2] == [("add", '{"a": %s}' % ("1" * 1000))] and sum(lengths) == len(text)
 
 
 def test_calls_after_a_thought_are_a_reason_to_run_them():

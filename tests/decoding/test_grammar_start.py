@@ -32,6 +32,8 @@ def after(processor, text, **more):
         (MAY_OPEN, "[a[", ANY),
         (MAY_OPEN, "[]", ids("a")),
         (MAY_OPEN, "[x]ab", {END_ID}),
+        (MAY_OPEN._replace(may_end=True), "[a", ANY | {END_ID}),
+        (MAY_OPEN._replace(may_end=True), "[a]", ids("a")),
         (IN_STEPS, "]x]:", ANY),
         (IN_STEPS, "x]]", ANY),
         (IN_STEPS, "x]]json", ANY),

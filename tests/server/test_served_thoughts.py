@@ -118,6 +118,13 @@ def test_the_number_of_tokens_in_a_thought(qwen, gpt_oss):
     assert whole(gpt_oss, answer)[-1] == tokens(gpt_oss, text)
 
 
+def test_a_call_ends_a_thought_that_is_not_closed(qwen):
+    text = f"<think>\nI look.\n<tool_call>\n{CALL}\n</tool_call>"
+    found = whole(qwen, text, tools=TOOLS)
+    assert found[:4] == ("I look.", None, [("look", '{"city": "Rome"}')], "tool_calls")
+    assert streamed(qwen, text, tools=TOOLS) == found
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_json_begins_after_the_thought(qwen, gpt_oss, stream):
     read = streamed if stream else whole

@@ -73,7 +73,12 @@ class AnswerParser(Protocol):
 
 @dataclass(slots=True)
 class ThoughtSpan:
-    """The place of a thought in a text. `end` is exclusive, and None until the thought ends."""
+    """The place of a thought in a text. `end` is exclusive, and None until the thought ends.
+
+    Until then, `certain` is the end of the text that certainly belongs to the thought, or None if
+    all text does.
+    """
 
     begin: int
     end: int | None = None
+    certain: int | None = None

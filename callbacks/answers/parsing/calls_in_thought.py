@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gptmanager.callbacks.answers.parsing.answer_parts import Content, Found
+from gptmanager.callbacks.answers.parsing.answer_parts import (
+    Arguments,
+    CallBegins,
+    Content,
+    Found,
+)
 from gptmanager.callbacks.answers.parsing.call_parser import CallParser
 from gptmanager.callbacks.answers.parsing.text_scan import first_tag, num_tag_letters
 
@@ -22,52 +27,71 @@ class CallsInThought:
     def __init__(self, new_parser: Callable[[], CallParser]) -> None:
         self._new_parser = new_parser
         self._tags = new_parser().openers
-        self._text = ""  # held back
-        self._parser: CallParser | None = None  # of `_text`, which has a tag after spaces
-        self._found: list[Found] = []  # the parts of `_text`
+        self._held: list[str] = []  # pieces of text: spaces, and what may begin a tag or is calls
+        self._parser: CallParser | None = None  # of these pieces, which begin with a tag
+        self._found: list[Found] = []  # the parts of these pieces
         self._num_trials = 0
+        self.num_held = 0  # characters that are held back, without the spaces before them
 
     def push(self, text: str) -> str:
         """Add text to the thought; return the text that certainly belongs to the thought."""
-        self._text += text
         released = ""
+        if self._parser is None:
+            text = "".join((*self._held, text))
         while self._num_trials < _MAX_TRIALS and self._tags:
             if self._parser is None:
-                at, _ = first_tag(self._text, self._tags)
-                held = max(num_tag_letters(self._text, tag) for tag in self._tags)
-                end = at if at >= 0 else len(self._text) - held
-                released += self._take(len(self._text[:end].rstrip()))
+                at, _ = first_tag(text, self._tags)
+                part = max(num_tag_letters(text, tag) for tag in self._tags)
+                end = at if at >= 0 else len(text) - part
+                num_certain = len(text[:end].rstrip())
+                released, text = released + text[:num_certain], text[num_certain:]
+                self._held, self.num_held = [], num_certain - end
                 if at < 0:
+                    self._held, self.num_held = [text], part
                     return released
-                self._parser, self._found, text = self._new_parser(), [], self._text
+                self._parser, self._found = self._new_parser(), []
+            self._held.append(text)
+            self.num_held += len(text)
             found = self._parser.push(text)
             self._found += found
             if not _has_content(found):
                 return released
             self._parser, self._num_trials = None, self._num_trials + 1
-            at, tag = first_tag(self._text, self._tags)
-            released += self._take(at + len(tag))
-        return released + self.release()
+            text = "".join(self._held)
+            at, tag = first_tag(text, self._tags)
+            released, text = released + text[: at + len(tag)], text[at + len(tag) :]
+        self._held, self.num_held = [], 0
+        return released + text
 
     def release(self) -> str:
         """Return the text that was held back: the thought is closed, or its text has no calls."""
-        self._parser = None
-        return self._take(len(self._text))
+        text = "".join(self._held)
+        self._parser, self._held, self.num_held = None, [], 0
+        return text
 
-    def flush(self) -> tuple[CallParser, list[Found], int] | None:
-        """End the answer: return the parser of the calls, their parts and their length.
+    def flush(self) -> tuple[CallParser, list[Found]] | None:
+        """End the answer: return the parser of the calls that were held back, and their parts.
 
-        The length is in characters. The result is None if the thought does not end with calls.
+        The result is None if the thought does not end with calls.
         """
         parser = self._parser
         if parser is None or not parser.num_calls or parser.is_in_arguments:
             return None
         found = self._found + parser.flush()
-        return None if _has_content(found) else (parser, found, len(self._text))
+        return None if _has_content(found) else (parser, _joined(found))
 
-    def _take(self, length: int) -> str:
-        taken, self._text = self._text[:length], self._text[length:]
-        return taken
+
+def _joined(found: list[Found]) -> list[Found]:
+    """Return the parts, with the arguments of each call as one part."""
+    pieces: dict[int, list[str]] = {}
+    for one in found:
+        if isinstance(one, Arguments):
+            pieces.setdefault(one.index, []).append(one.text)
+    joined: list[Found] = []
+    for one in found:
+        if isinstance(one, CallBegins):
+            joined += [one, Arguments(one.index, "".join(pieces.get(one.index, ())))]
+    return joined
 
 
 def _has_content(found: Iterable[Found]) -> bool:

@@ -159,6 +159,8 @@ class ThoughtTags(StepwiseParser):
             self._take(begin + len(said))
             if self._calls_within is not None:
                 said = self._calls_within.push(said)
+                num_held = self._calls_within.num_held
+                self.thoughts[-1].certain = self._num_taken - num_held if num_held else None
         if at >= 0 and self._calls_within is not None:
             said += self._calls_within.release()
         if said:
@@ -182,9 +184,10 @@ class ThoughtTags(StepwiseParser):
         ended = self._calls_within.flush()
         if ended is None:
             rest += self._calls_within.release()
+            self.thoughts[-1].certain = None
             return [Thought(rest)] if rest else []
-        self._calls, found, length = ended
-        self.thoughts[-1].end = self.num_pushed - num_spaces - length
+        self._calls, found = ended
+        self.thoughts[-1].end = self.num_pushed - num_spaces - self._calls_within.num_held
         return [Thought(rest), *found] if rest else found
 
     def _answer(self, text: str) -> list[Found]:

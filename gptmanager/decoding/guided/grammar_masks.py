@@ -110,7 +110,7 @@ class Grammar(BoundProcessor):
         return Grammar(self.owner, self.kind, self.compiled, bans, self.start)
 
     def after(self, start: GrammarStart) -> Grammar:
-        """Return this grammar for the text after a thought. The thought may not end the output."""
+        """Return this grammar for the text after a thought."""
         return Grammar(self.owner, self.kind, self.compiled, self.bans, start)
 
     def prepare(self, device: str) -> Future[Any]:
@@ -296,7 +296,8 @@ class GuidedSession(RowSession):
                 _set_bit(masks[index], token, True)
             return
         if progress.num_before is None:
-            self._permit_thought(masks[index], end_ids)
+            may_end = progress.start is not None and progress.start.may_end
+            self._permit_thought(masks[index], frozenset() if may_end else self._end_ids | end_ids)
             return
         address = self._address + index * width * 4
         progress.matcher.unsafe_compute_mask_ptr(address, self._num_words * 4)
@@ -308,11 +309,11 @@ class GuidedSession(RowSession):
             assert progress.start is not None and progress.start.opens is not None
             _set_bit(masks[index], progress.start.opens, True)
 
-    def _permit_thought(self, mask: Words, end_ids: frozenset[int]) -> None:
-        """Permit all tokens of the tokenizer except end ids: a thought may not end the output."""
+    def _permit_thought(self, mask: Words, banned: frozenset[int]) -> None:
+        """Permit all tokens of the tokenizer except `banned`."""
         mask[: self._num_words] = -1
         beyond = np.arange(self._vocab_size, 32 * self._num_words)
-        _clear_bits(mask, np.array([*(self._end_ids | end_ids), *beyond], dtype=np.int64))
+        _clear_bits(mask, np.array([*banned, *beyond], dtype=np.int64))
 
     def _followed(self, sequence: ProcessedSequence, history: npt.NDArray[np.int32]) -> _Progress:
         kept, ends = sequence.request.kept, self._end_ids | sequence.end_ids

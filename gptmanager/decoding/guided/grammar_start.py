@@ -14,12 +14,14 @@ class GrammarStart(NamedTuple):
     `closes` are the consecutive tokens that close the thought. The grammar's text begins right
     after them or, if `then` is not None, after the next token with the id `then`. `opens` is the
     token that opens a thought; an output that begins with another token has no thought. `opens` is
-    None if the prompt has already opened the thought.
+    None if the prompt has already opened the thought. With `may_end`, the output may end in the
+    thought.
     """
 
     closes: tuple[int, ...]
     then: int | None = None
     opens: int | None = None
+    may_end: bool = False
 
     def num_before(self, generated: npt.NDArray[np.int32]) -> int | None:
         """Return the number of tokens before the grammar's text, or None if it has not begun."""

@@ -101,7 +101,8 @@ class ChatAnswer:
         thoughts = [] if self._parser is None else self._parser.thoughts
         running = 0
         for span in thoughts[self._num_ended :]:
-            end = len(starts) if span.end is None else bisect_left(starts, span.end)
+            last = span.certain if span.end is None else span.end
+            end = len(starts) if last is None else bisect_left(starts, last)
             running = end - bisect_left(starts, span.begin)
             if span.end is not None:
                 self._num_ended += 1

@@ -69,7 +69,8 @@ class Processors:
             bans = await self._bans(words)
             grammar = await self._grammar(rule, warnings, tools, form)
         if grammar is not None and start is not None:
-            grammar = _started(grammar, start, warnings)
+            may_end = rule is None and not (tools is not None and tools.required)
+            grammar = _started(grammar, start, warnings, may_end)
         if grammar is None or bans is None:
             return bans if grammar is None else grammar
         return grammar.without(bans)
@@ -97,11 +98,16 @@ class Processors:
         return await prepared("bad_words", lambda: texts.bind(words))
 
 
-def _started(grammar: Any, start: Callable[[], GrammarStart | None], warnings: Warnings) -> Any:
-    """Return the grammar, which applies after the thought (reasoning) if the answer has one."""
+def _started(
+    grammar: Any, start: Callable[[], GrammarStart | None], warnings: Warnings, may_end: bool
+) -> Any:
+    """Return the grammar, which applies after the thought (reasoning) if the answer has one.
+
+    `may_end`: the answer may end in its thought, because no rule has to hold after it.
+    """
     try:
         found = start()
     except ValueError as error:
         warnings.add(f"the answer has no thought, because it must fit a rule: {error}")
         return grammar
-    return grammar if found is None else grammar.after(found)
+    return grammar if found is None else grammar.after(found._replace(may_end=may_end))
