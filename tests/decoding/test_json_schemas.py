@@ -377,6 +377,14 @@ def test_a_value_of_a_wrong_type_is_told(schema, told):
         SchemaReader(lenient=True).read(json.dumps(schema))
 
 
+def test_a_schema_that_is_nested_too_deeply_is_told(parser):
+    schema = {"type": "integer"}
+    for _ in range(200):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(ValueError, match="the schema is nested too deeply"):
+        compiled(parser, schema)
+
+
 def test_many_branches_are_not_compared_for_ever(parser):
     names = [f"a{i}" for i in range(60)]
     schema = {"oneOf": [{"type": "object", "required": [name]} for name in names]}

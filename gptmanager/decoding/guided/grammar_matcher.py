@@ -51,7 +51,11 @@ def new_matcher(llguidance: Any, tokenizer: Any, kind: str, text: str) -> Any:
         grammar = make.grammar_from_regex(text)
     elif kind.startswith("json_schema"):
         options = {"whitespace_flexible": kind != "json_schema"}
-        grammar = make.grammar_from_json_schema(text, overrides=options)
+        try:
+            grammar = make.grammar_from_json_schema(text, overrides=options)
+        except ValueError as error:
+            is_deep = str(error).startswith("recursion limit exceeded")  # at a place of new text
+            raise ValueError(TOO_DEEP if is_deep else str(error)) from None
     else:
         grammar = make.grammar_from_lark(text)
     limits = llguidance.LLParserLimits(verbose_errors=False, **_FUEL)
