@@ -66,6 +66,7 @@ class LivePage:
 
     @property
     def is_closed(self) -> bool:
+        """Whether `close` was called."""
         return self._feed.is_closed
 
     def viewer(self) -> Viewer:

@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from tokenizers import Tokenizer
 
@@ -30,6 +30,7 @@ from gptmanager.manager.gpt_manager import before_steps
 
 _CLOSED = "the queue was closed before the request was answered"
 _logger = logging.getLogger(__name__)
+_Queue = TypeVar("_Queue", bound="RequestQueue")
 
 
 class RequestQueue:
@@ -89,7 +90,7 @@ class RequestQueue:
         self._loop_thread: int | None = None
 
     @classmethod
-    def for_checkpoint(cls, folder: str | os.PathLike[str], **options: Any) -> RequestQueue:
+    def for_checkpoint(cls: type[_Queue], folder: str | os.PathLike[str], **options: Any) -> _Queue:
         """Create a queue with the end tokens, the pad token and the tokenizer of a checkpoint.
 
         `options` are arguments of `RequestQueue`. They take precedence over the checkpoint.

@@ -63,7 +63,6 @@ class GptManager:
         terminate_id = given.get("terminate_req_id")
         ending = _Ending(None if terminate_id is None else as_id(terminate_id))
         self._last_record = LastRecord()
-        self._manager: gptmanager.GptManager | None = None
         self._manager = gptmanager.GptManager(
             given["trt_engine_path"],
             _model_type(given["model_type"]),
@@ -88,18 +87,16 @@ class GptManager:
 
     def shutdown(self, *_: object) -> None:
         """Fetch no more requests, run accepted requests to their end, and return. Idempotent."""
-        if self._manager is not None:
-            self._manager.shutdown()
-            MemoryCounters.end(self._last_record)
+        self._manager.shutdown()
+        MemoryCounters.end(self._last_record)
 
     def wait_until_terminate(self) -> None:
         """Wait until the manager ends by `terminate_req_id` or by `shutdown` in another thread."""
-        if self._manager is not None:
-            self._manager.wait()
-            MemoryCounters.end(self._last_record)
+        self._manager.wait()
+        MemoryCounters.end(self._last_record)
 
     @property
-    def manager(self) -> gptmanager.GptManager | None:
+    def manager(self) -> gptmanager.GptManager:
         """The wrapped `gptmanager.GptManager`, with `audit()`, `health()`, `notify()` and so on."""
         return self._manager
 

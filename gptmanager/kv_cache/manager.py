@@ -202,10 +202,12 @@ class KvCacheManager(KvSequences):
             self._what_if.remove(sequence)
 
     def scheduling_has_free_blocks(self, num_required: int = 1) -> bool:
+        """Return whether at least `num_required` blocks would be free, see `start_scheduling`."""
         return num_required <= self._what_if.num_free
 
     @property
     def scheduling_num_free_blocks(self) -> int:
+        """Number of blocks that would be free, see `start_scheduling`."""
         return self._what_if.num_free
 
     def scheduling_add_sequence(self, request: LlmRequest) -> None:

@@ -22,7 +22,12 @@ from gptmanager.loop.active_request import ActiveRequest
 from gptmanager.loop.limits import Limits, check_pool, fit_length
 from gptmanager.loop.request_times import RequestTimes
 from gptmanager.request.adapter import LoraInputs, read_lora
-from gptmanager.request.inference_request import TENSOR_ALIASES, TENSORS, InferenceRequest
+from gptmanager.request.inference_request import (
+    TENSOR_ALIASES,
+    TENSORS,
+    InferenceRequest,
+    similar_property,
+)
 from gptmanager.request.input_rows import HostRows, drawn_draft
 from gptmanager.request.llm_request import RETENTION_PRIORITIES
 from gptmanager.request.output_options import OutputConfig, OutputOptions
@@ -105,9 +110,12 @@ def _tensors_of(request: InferenceRequest) -> dict[str, Any]:
     tensors = {TENSOR_ALIASES.get(name, name): value for name, value in request.tensors.items()}
     for name, value in tensors.items():
         if name not in TENSORS:
-            raise InvalidRequestError(f"Invalid tensor name: {name}")
+            raise InvalidRequestError(f"Invalid tensor name: {name}{similar_property(name)}")
         if value is None:
-            raise InvalidRequestError(f"Cannot set nullptr when calling {name}")
+            raise InvalidRequestError(
+                f"Cannot set nullptr when calling {name}: None is not a tensor; to leave {name} "
+                "out, do not set it"
+            )
         if name in _LATER:
             raise InvalidRequestError(f"{name} is refused: it is not supported yet")
     for name in ("input_ids", "request_output_len"):

@@ -86,7 +86,9 @@ class Model(Protocol):
     """A network that reads and writes a paged KV cache."""
 
     @property
-    def spec(self) -> Dimensions: ...
+    def spec(self) -> Dimensions:
+        """The sizes of the network that the rest of the library needs."""
+        ...
 
     @property
     def nbytes(self) -> int:

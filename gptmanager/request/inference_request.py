@@ -12,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple, Protocol, Union
+from typing import Any, NamedTuple, Protocol, TypeVar, Union
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from gptmanager.arguments import as_integer
 from gptmanager.errors import quoted
 
 TensorLike = Union[torch.Tensor, np.ndarray]
+_Request = TypeVar("_Request", bound="InferenceRequest")
 
 
 class NamedTensor(NamedTuple):
@@ -135,8 +136,12 @@ class InferenceRequest:
 
     @classmethod
     def from_tokens(
-        cls, request_id: int, input_ids: Sequence[int], max_new_tokens: int, **by_name: Any
-    ) -> InferenceRequest:
+        cls: type[_Request],
+        request_id: int,
+        input_ids: Sequence[int],
+        max_new_tokens: int,
+        **by_name: Any,
+    ) -> _Request:
         """Create a request from plain Python values.
 
         `by_name` has tensors by name, as scalars or lists (a word list is a list of lists of token
@@ -204,10 +209,15 @@ KEYWORDS = tuple(InferenceRequest.__annotations__)  # keywords of the constructo
 
 def _no_property(name: str) -> AttributeError:
     """Return the error for a name that is not a property, with the one that was probably meant."""
-    parts = [known for known in _TENSOR_OF_PROPERTY if name in known]  # "top_p": runtime_top_p
-    near = parts or get_close_matches(name, _TENSOR_OF_PROPERTY, 1)
-    meant = f" (did you mean {near[0]!r}?)" if near else ""
-    return AttributeError(f"InferenceRequest has no property {name!r}{meant}")
+    return AttributeError(f"InferenceRequest has no property {name!r}{similar_property(name)}")
+
+
+def similar_property(name: str) -> str:
+    """Return a question with the property that `name` probably means, or "" if none is similar."""
+    known = [*_TENSOR_OF_PROPERTY, *KEYWORDS]
+    parts = [it for it in known if name in it]  # "top_p": runtime_top_p
+    near = parts or get_close_matches(name, known, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def _as_dict(tensors: Mapping[str, TensorLike] | None) -> dict[str, TensorLike]:

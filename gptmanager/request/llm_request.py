@@ -162,6 +162,7 @@ class LlmRequest:
 
     @property
     def context_remaining_length(self) -> int:
+        """Number of context tokens that have not run yet."""
         return self.prompt_len - self.context_current_position
 
     @property
@@ -179,10 +180,12 @@ class LlmRequest:
 
     @property
     def is_first_context_chunk(self) -> bool:
+        """Whether the next chunk begins the context, or no chunk size is set."""
         return self._context_chunk_size is None or self.context_current_position == 0
 
     @property
     def is_last_context_chunk(self) -> bool:
+        """Whether the next chunk ends the context."""
         size = self._context_chunk_size
         return size is None or self.context_current_position + size == self.prompt_len
 
@@ -296,6 +299,7 @@ class LlmRequest:
         self.move_to(_CONTEXT_INIT)
 
     def finish(self) -> None:
+        """Move to GENERATION_COMPLETE."""
         self.move_to(LlmRequestState.GENERATION_COMPLETE)
 
 

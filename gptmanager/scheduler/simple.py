@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gptmanager.arguments import able
 from gptmanager.request.llm_request import RequestList
 from gptmanager.scheduler.capacity import CapacityScheduler
-from gptmanager.scheduler.micro_batch import MicroBatchScheduler
 from gptmanager.scheduler.wait_reasons import Wait, reported_waits, traced
 
 
@@ -49,6 +48,14 @@ class RequestScheduler(ABC):
         return None
 
 
+class MicroBatching(Protocol):
+    """The call of a micro-batch scheduler that `SimpleScheduler` uses."""
+
+    def schedule(
+        self, fitting_requests: RequestList, inflight_request_ids: Set[int]
+    ) -> tuple[RequestList, RequestList]: ...
+
+
 def policy_name(scheduler: RequestScheduler) -> str:
     """Return the class of a scheduler, with the classes of its parts if it has two."""
     name = type(scheduler).__name__
@@ -62,7 +69,7 @@ class SimpleScheduler(RequestScheduler):
     """Decides in two steps: which requests get memory, then which of these run."""
 
     def __init__(
-        self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatchScheduler
+        self, capacity_scheduler: CapacityScheduler, micro_batch_scheduler: MicroBatching
     ) -> None:
         self.capacity_scheduler = able(
             "capacity_scheduler", capacity_scheduler, "schedule_request", "CapacityScheduler"

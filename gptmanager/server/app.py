@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from starlette.applications import Starlette
@@ -39,9 +40,11 @@ _ASKED_FOR = {
     "/v1/load_lora_adapter": "--adapter-dir",
     "/v1/unload_lora_adapter": "--adapter-dir",
 }
+_OF_LLAMA_CPP = {"/apply-template", "/completion", "/infill", "/lora-adapters", "/props", "/slots"}
 # First parts of paths, also below /v1, that are for models of another kind.
 _OTHER_MODELS = {"embeddings", "rerank", "score", "moderations", "audio", "images"}
 _LONGEST_PATH = 4  # parts of a path that is looked for in a wrong one
+_LONGEST_MISSPELLED = 64  # characters of a path that is compared with all others
 _CORS: dict[str, Any] = {
     "allow_methods": ("GET", "POST", "DELETE"),
     "allow_headers": ("*",),
@@ -177,6 +180,8 @@ def _hint(request: Request) -> str:
     path, settings = request.url.path, request.app.state.settings
     if is_of_ollama(path):
         return ": this server does not have Ollama's API; use a client of OpenAI's, and /v1"
+    if path in _OF_LLAMA_CPP:
+        return ": this server does not have llama.cpp's own API; use a client of OpenAI's, and /v1"
     if _OTHER_MODELS.intersection(path.removeprefix("/v1").split("/")[1:2]):
         return ": the model of this server generates text and has no other use"
     option = _ASKED_FOR.get("/v2" if path.startswith("/v2/") else path)
@@ -190,7 +195,8 @@ def _hint(request: Request) -> str:
             found = prefix + "/".join(parts[start:])
             if found in known:
                 return f": {found} was probably meant; check the base URL of the client"
-    return ""
+    similar = get_close_matches(path[:_LONGEST_MISSPELLED], known, n=1, cutoff=0.85)
+    return f": {similar[0]} was probably meant" if similar else ""
 
 
 def _client_gone(request: Request, error: Exception) -> Response:

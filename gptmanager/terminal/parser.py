@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *arguments: Any, variables: str = "", **by_name: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **by_name)
+        super().__init__(*arguments, **{"allow_abbrev": False, **by_name})
         self._variables = variables
         self._given: Sequence[str] | None = None  # the arguments, once they are parsed
 

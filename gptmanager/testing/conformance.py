@@ -60,6 +60,7 @@ class ConformanceReport:
 
     @property
     def ok(self) -> bool:
+        """Whether no rule was violated."""
         return not self.violations
 
     def __str__(self) -> str:

@@ -56,6 +56,7 @@ class ScriptedModel:
         self.num_tokens = 0  # input tokens of all forwards
 
     def forward(self, batch: Batch, kv_pool: KvPool) -> Tensor:
+        """Return logits `[rows, vocab]` that choose the tokens of the script."""
         self.num_forwards += 1
         self.num_tokens += len(batch.token_ids)
         rows = batch.sample_rows.tolist()
@@ -111,6 +112,7 @@ class RecordingCallbacks:
             self._stops.update(request_ids)
 
     def get_inference_requests(self, max_num_requests: int) -> list[InferenceRequest]:
+        """Return submitted requests in order, at most `max_num_requests` if it is not negative."""
         with self._lock:
             self.rooms.append(max_num_requests)
             count = len(self._waiting) if max_num_requests < 0 else max_num_requests
@@ -120,6 +122,7 @@ class RecordingCallbacks:
     def send_response(
         self, request_id: int, tensors: Sequence[NamedTensor], is_final: bool, error: str
     ) -> None:
+        """Record a response."""
         with self._lock:
             self.responses.append(Response(request_id, dict(tensors), is_final, error))
             if is_final:
@@ -128,10 +131,12 @@ class RecordingCallbacks:
             self._has_ended.notify_all()
 
     def poll_stop_signal(self) -> set[int]:
+        """Return the ids of all requests that were stopped."""
         with self._lock:
             return set(self._stops)
 
     def return_batch_manager_stats(self, record: str) -> None:
+        """Record a statistics record."""
         self.statistics.append(record)
 
     def keywords(self) -> dict[str, Any]:

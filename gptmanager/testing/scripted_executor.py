@@ -102,6 +102,7 @@ class ScriptedExecutor:
         self._num_candidates: dict[int, int] = {}  # by slot
 
     def forward(self, schedule: Schedule) -> ScriptedStep:
+        """Start a step: write the tokens of its rows to their blocks."""
         self.schedules.append(schedule)
         for source, destination, num_tokens in schedule.block_copies:
             self._content(destination)[:num_tokens] = self._content(source)[:num_tokens]
@@ -132,6 +133,7 @@ class ScriptedExecutor:
         return ScriptedStep(schedule)
 
     def sample(self, step: ScriptedStep) -> None:
+        """Choose the step's tokens by the script."""
         contexts = sum(row.samples for row in step.schedule.context_rows)
         for index, row in enumerate(step.schedule.sampling_rows):
             num_beams = 1 if index < contexts else row.beam_width
@@ -146,6 +148,7 @@ class ScriptedExecutor:
                 step.beams.append(candidates(tokens, self._num_candidates[row.slot]))
 
     def result(self, step: ScriptedStep) -> StepResult:
+        """Return the step's tokens."""
         counts = np.array([len(tokens) for tokens in step.tokens], dtype=np.int32)
         tokens = np.zeros((len(counts), max(counts, default=1)), dtype=np.int32)
         for row, found in zip(tokens, step.tokens, strict=True):

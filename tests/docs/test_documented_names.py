@@ -7,13 +7,16 @@ import enum
 import importlib
 import inspect
 import re
+import sys
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gptmanager import errors
+from gptmanager import InferenceRequest, errors
+from gptmanager.callbacks import RequestQueue
 from gptmanager.manager import inspection
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,3 +129,22 @@ def test_every_error_is_told_of() -> None:
     values = {name: it for name, it in vars(errors).items() if isinstance(it, type)}
     classes = [name for name, it in values.items() if issubclass(it, errors.GptManagerError)]
     assert [name for name in classes if not re.search(rf"\b{name}\b", TEXT)] == []
+
+
+def test_every_attribute_of_a_public_class_has_a_docstring() -> None:
+    attributes = {
+        f"{cls.__name__}.{name}": getattr(cls, name)
+        for _, cls in PUBLIC
+        if inspect.isclass(cls)
+        for name, value in vars(cls).items()
+        if not name.startswith("_")
+        and (inspect.isroutine(value) or isinstance(value, (classmethod, property)))
+    }
+    assert len(attributes) > 150
+    assert [name for name, value in attributes.items() if not inspect.getdoc(value)] == []
+
+
+def test_alternate_constructors_return_the_class_that_they_are_called_on() -> None:
+    for call in (RequestQueue.for_checkpoint, InferenceRequest.from_tokens):
+        hints = typing.get_type_hints(call.__func__, vars(sys.modules[call.__module__]))
+        assert isinstance(hints["return"], typing.TypeVar), call

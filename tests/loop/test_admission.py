@@ -63,6 +63,7 @@ def test_a_scalar_may_have_any_shape_of_one_value(value):
     ("by_name", "text"),
     [
         ({"colour": [1]}, "Invalid tensor name: colour"),
+        ({"streaming": [1]}, r"name: streaming \(did you mean 'is_streaming'\?\)"),
         ({"input_ids": []}, "input_ids is empty"),
         ({"input_ids": [1, 100]}, r"input_ids\[1\] = 100 is outside the vocabulary of 100"),
         ({"input_ids": [-1]}, r"input_ids\[0\] = -1 is outside the vocabulary"),
@@ -147,7 +148,9 @@ def test_a_missing_mandatory_tensor_is_named(name):
 def test_a_tensor_set_to_none_is_named():
     wrong = request()
     wrong.temperature = None
-    with pytest.raises(InvalidRequestError, match="^Cannot set nullptr when calling temperature"):
+    with pytest.raises(
+        InvalidRequestError, match="^Cannot set nullptr when calling temperature: None is"
+    ):
         admit(wrong, LIMITS, 0.0)
 
 

@@ -141,6 +141,18 @@ def test_a_client_of_ollama_reads_that_its_api_is_missing(client, method, path):
     assert f"{path}: this server does not have Ollama's API" in response.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/healthz", ": /health was probably meant"),
+        ("/v1/chat/completion", ": /v1/chat/completions was probably meant"),
+        ("/slots", ": this server does not have llama.cpp's own API"),
+    ],
+)
+def test_a_path_of_another_server_or_a_misspelled_one_is_explained(client, path, hint):
+    assert f"{path}{hint}" in refusal(client.get(path), 404)["message"]
+
+
 def test_the_list_of_models_with_a_slash_at_its_end(client):
     assert client.get("/v1/models/").json() == client.get("/v1/models").json()
 

@@ -101,6 +101,7 @@ class CheckpointModel:
 
     @property
     def nbytes(self) -> int:
+        """The size in bytes of the weights."""
         return self.weights.nbytes
 
     def reserve_positions(self, num_positions: int) -> None:
@@ -126,6 +127,7 @@ class CheckpointModel:
     def plan(
         self, row_starts: Ints, kv_lengths: Ints, num_context_rows: int, fixed: int = 0
     ) -> tuple[Ints, ...]:
+        """Return `Batch.plan` for these rows, see `PlanningModel.plan`."""
         waits = self._has_experts and not self._kernels.plans_experts
         kinds = (it.kind for it in self._recurrent if it is not None)
         if waits or (fixed and not all(it.is_captured(self._kernels) for it in kinds)):
