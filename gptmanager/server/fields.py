@@ -31,7 +31,7 @@ _SAME = (
 )
 # A number, true or false in a string.
 _NUMBER = re.compile(
-    r"\s*(-?(0|[1-9]\d{0,19})(\.\d{1,19})?(e[+-]?\d{1,3})?|true|false)\s*", re.I | re.A
+    r"[ \t\n]*(-?(0|[1-9]\d{0,19})(\.\d{1,19})?(e[+-]?\d{1,3})?|true|false)[ \t\n]*", re.I | re.A
 )
 _MAX_COMPARED = 64  # characters of an unknown name that is compared with the known ones
 _QUOTED = re.compile(r"""(?<!\w)('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")

@@ -158,6 +158,7 @@ def test_numbers_may_be_strings_if_this_is_lenient():
         ("temperature", "1e999", "temperature must be a number, got inf"),
         ("temperature", "0." + "1" * 63, "temperature must be a number, got '0.1"),
         ("n", "0.5", "n must be an integer, got 0.5"),
+        ("n", "\f2", "n must be an integer, got '\\x0c2'"),
         ("max_tokens", "-5", "max_tokens = -5 must be at least 0"),
         ("max_tokens", str(2**64), "max_tokens = 1.8446744073709552e+19 is not exact"),
         ("logit_bias", "{}", "logit_bias must be an object, got '{}'"),

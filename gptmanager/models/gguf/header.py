@@ -122,6 +122,8 @@ class _Reader:
             raise self._error("does not begin with GGUF: it is not a GGUF file")
         self._at = 4
         version = self._number("<u4")
+        if version in (2 << 24, 3 << 24):
+            raise self._error("is big-endian: gguf-convert-endian of the package gguf converts it")
         if version not in (2, 3):
             raise self._error(f"has version {version} of GGUF: versions 2 and 3 are supported")
         num_tensors = self._count("tensors", _MAX_TENSORS)
