@@ -281,9 +281,11 @@ models/                       decoder networks, and the table of families
         split_files           headers of a model in several files
         architecture          a row of the table of GGUF architectures, and shared names (no torch)
         further_fields        config fields that several keys determine (no torch)
-        mixtures              rows of the table for mixtures of experts (no torch)
-        linears               rows of the table for linear attention (no torch)
-        hybrids               rows of the table for short convolutions and Mamba-2 (no torch)
+        kinds/                kinds of architectures of GGUF files
+            gpts              rows for GPT-2, GPT-NeoX, StarCoder 1 and Falcon (no torch)
+            mixtures          rows for mixtures of experts (no torch)
+            linears           rows for linear attention (no torch)
+            hybrids           rows for short convolutions and Mamba-2 (no torch)
         architectures         the table of architectures: keys and tensor names
         config                makes a config.json from a file's metadata
         row_orders            orders of rows in which a file differs from a checkpoint

@@ -14,7 +14,6 @@ from gptmanager.models.gguf.architecture import (
     ATTENTION_BIAS,
     CAPPED,
     FUSED,
-    GPT2,
     GRANITE,
     LAYER_NORM,
     LLAMA,
@@ -33,9 +32,16 @@ from gptmanager.models.gguf.further_fields import (
     minicpm_scales,
     ministral_rope,
 )
-from gptmanager.models.gguf.hybrids import BAMBA, HYBRIDS
-from gptmanager.models.gguf.linears import LINEARS
-from gptmanager.models.gguf.mixtures import DEEPSEEK_V3, GRANITE_SHARED, MIXTRAL, MIXTURES
+from gptmanager.models.gguf.kinds.gpts import FALCON_7B, GPTS, OF_GPT2
+from gptmanager.models.gguf.kinds.hybrids import BAMBA, HYBRIDS
+from gptmanager.models.gguf.kinds.linears import LINEARS
+from gptmanager.models.gguf.kinds.mixtures import (
+    DEEPSEEK_V3,
+    GRANITE_MOE_WINDOWS,
+    GRANITE_SHARED,
+    MIXTRAL,
+    MIXTURES,
+)
 
 _GEMMA = Architecture(
     "gemma",
@@ -53,20 +59,6 @@ _GEMMA2 = replace(
 # Positions of a text are the same in all sections; text has no features of an image to add.
 _OF_MEDIA = frozenset({"rope.dimension_sections", "n_deepstack_layers"})
 _BY_KIND = ("num_key_value_heads", "intermediate_size", "head_dim", "attn_logit_softcapping")
-_GPT2_FIELDS = {
-    "n_embd": "embedding_length",
-    "n_inner": "feed_forward_length",
-    "n_layer": "block_count",
-    "n_head": "attention.head_count",
-    "n_positions": "context_length",
-    "layer_norm_epsilon": "attention.layer_norm_epsilon",
-}
-_OF_GPT2 = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
 _MLP_BIAS = {"mlp_bias": "blk.0.ffn_up.bias"}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
@@ -126,15 +118,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "phi3",
         fields={**ROTARY, "sliding_window": "attention.sliding_window"},
         modules=FUSED,
-    ),
-    "gpt2": Architecture(
-        "gpt2",
-        fields=_GPT2_FIELDS,
-        constants={"activation_function": "gelu_new"},
-        layer="transformer.h.{}.",
-        modules=GPT2,
-        outside=_OF_GPT2,
-        transposed=True,
     ),
     "phi2": Architecture(
         "phi",
@@ -268,24 +251,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         modules={**LLAMA, "ffn_up": "mlp.gate_up_proj", "attn_qkv": "self_attn.query_key_value"},
         biases={"attention_bias": "blk.0.attn_v.bias"},
     ),
-    "gptneox": Architecture(
-        "gpt_neox",
-        fields={**LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
-        layer="gpt_neox.layers.{}.",
-        modules={
-            "attn_norm": "input_layernorm",
-            "attn_qkv": "attention.qkv",
-            "attn_output": "attention.dense",
-            "ffn_norm": "post_attention_layernorm",
-            "ffn_up": "mlp.dense_h_to_4h",
-            "ffn_down": "mlp.dense_4h_to_h",
-        },
-        outside={
-            "token_embd": "gpt_neox.embed_in",
-            "output_norm": "gpt_neox.final_layer_norm",
-            "output": "embed_out",
-        },
-    ),
     "mistral3": Architecture(
         "ministral3",
         constants={"rope_parameters": UNSCALED},
@@ -311,7 +276,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "ffn_up": "mlp.c_fc_1",
             "ffn_down": "mlp.c_proj",
         },
-        outside=_OF_GPT2,
+        outside=OF_GPT2,
         ignored=frozenset({"attention.layer_norm_epsilon"}),
     ),
     "internlm2": Architecture(
@@ -342,13 +307,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         ignored=frozenset({"embedding_scale", "residual_scale", "logit_scale"}),
         biases=ATTENTION_BIAS,
     ),
-    "starcoder": Architecture(
-        "gpt_bigcode",
-        fields={**_GPT2_FIELDS, "num_key_value_heads": "attention.head_count_kv"},
-        layer="transformer.h.{}.",
-        modules=GPT2,
-        outside=_OF_GPT2,
-    ),
+    **GPTS,
     **LINEARS,
     **HYBRIDS,
     **MIXTURES,
@@ -380,6 +339,8 @@ VARIANTS: Mapping[str, Sequence[Variant]] = {
         ),
     ),
     "granitehybrid": (Variant("rope.scaling.finetuned", BAMBA, True),),
+    "granite_swa": (Variant("expert_count", GRANITE_MOE_WINDOWS),),
+    "falcon": (Variant("attention.head_count_kv", FALCON_7B, 1),),
     "granitemoe": (Variant("expert_shared_feed_forward_length", GRANITE_SHARED),),
     "deepseek2": (Variant("expert_gating_func", DEEPSEEK_V3, 2),),
 }

@@ -126,6 +126,71 @@ def deepseek_fields(metadata: Metadata, prefix: str, names: Names, config: Confi
     return {**found, **without_further_layers(metadata, prefix, names, config)}
 
 
+def windowed_ropes(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
+    """Return the RoPE parameters of both kinds of layers: a window rules out a scaling."""
+    theta = config.get("rope_theta")
+    local = metadata.plain(f"{prefix}rope.freq_base_swa")
+    scaling = config.get("rope_scaling") or {"rope_type": "default"}
+    return {
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": {**scaling, "rope_theta": theta},
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": theta if local is None else local,
+            },
+        },
+    }
+
+
+def granite_window_ropes(metadata: Metadata, prefix: str, _: Names, config: Config) -> Config:
+    """Return the base of RoPE in each layer, 0 for a layer without it."""
+    layers, key = config.get("num_hidden_layers"), f"{prefix}attention.rope_pattern"
+    if key not in metadata or not isinstance(layers, int):
+        return {}
+    theta = config.get("rope_theta")
+    return {"layer_rope_theta": [theta if it else 0 for it in metadata.numbers(key, layers)]}
+
+
+def hunyuan3_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
+    """Return the number of shared experts, and which layers are dense: those without a router."""
+    found = without_further_layers(metadata, prefix, names, config)
+    layers = found.get("num_hidden_layers", config.get("num_hidden_layers"))
+    key = f"{prefix}expert_shared_feed_forward_length"
+    shared, width = metadata.integer(key) or 0, config.get("moe_intermediate_size")
+    if not isinstance(width, int) or width < 1 or shared % width or not isinstance(layers, int):
+        raise metadata.error(key, f"must be a multiple of {prefix}expert_feed_forward_length")
+    is_sparse = (f"blk.{layer}.ffn_gate_inp.weight" in names for layer in range(layers))
+    types = ["sparse" if it else "dense" for it in is_sparse]
+    return {**found, "num_shared_experts": shared // width, "mlp_layer_types": types}
+
+
+def cohere_moe_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
+    """Return the score of experts; a file without one has llama.cpp's, the sigmoid."""
+    key = f"{prefix}expert_gating_func"
+    given = metadata.integer(key)
+    if given not in (None, 1, 2):
+        raise metadata.error(key, "must be 1 or 2")
+    score = "softmax" if given == 1 else "sigmoid"
+    found = without_further_layers(metadata, prefix, names, config)
+    return {**found, "expert_selection_fn": score}
+
+
+def mistral4_fields(metadata: Metadata, prefix: str, names: Names, config: Config) -> Config:
+    """Return the fields of DeepSeek, and the temperature of queries if the file has one."""
+    found = dict(deepseek_fields(metadata, prefix, names, config))
+    scale, length = (
+        metadata.plain(f"{prefix}attention.temperature_{it}") for it in ("scale", "length")
+    )
+    scaling = found.get("rope_scaling", config.get("rope_scaling"))
+    if not scale or scaling is None:
+        return found
+    if length not in (None, scaling.get("original_max_position_embeddings")):
+        need = f"must equal {prefix}rope.scaling.original_context_length"
+        raise metadata.error(f"{prefix}attention.temperature_length", need)
+    return {**found, "rope_scaling": {**scaling, "llama_4_scaling_beta": scale}}
+
+
 def llama4_fields(_: Metadata, __: str, ___: Names, config: Config) -> Config:
     """Return whether attention has norms, which a file does not say.
 

@@ -1,8 +1,9 @@
 """Files that llama.cpp's converter wrote, of small random models: the logits of transformers.
 
 `architectures/` has them in F16, written by `convert_hf_to_gguf.py` of llama.cpp b11434 without a
-tokenizer, and the logits of transformers 5.17.0 in float32 with the same weights. The norms of
-heads in `stablelm_norms.gguf` are stacked as the converter's code says; this version of it fails.
+tokenizer, and the logits of transformers 5.17.0 in float32 with the same weights; those of Bamba
+are of 5.24.0. The norms of heads in `stablelm_norms.gguf` are stacked as the converter's code says;
+this version of it fails.
 """
 
 from __future__ import annotations
@@ -139,6 +140,19 @@ def test_the_first_files_of_minicpm_have_no_scales() -> None:
     assert [config[it] for it in (*names, "dim_model_base")] == [12.0, 1.4, 256]
 
 
+def test_a_file_may_have_the_layers_with_rope_and_the_temperature_of_queries() -> None:
+    header = read_header(FOLDER / "granite_swa.gguf")
+    own = {**header.metadata, "granite_swa.attention.rope_pattern": np.array([True, False])}
+    config = config_of(header._replace(metadata=own))
+    assert config["layer_rope_theta"] == [10000.0, 0]
+    header, keys = read_header(FOLDER / "mistral4.gguf"), "mistral4.attention.temperature_"
+    own = {**header.metadata, f"{keys}scale": 0.1, f"{keys}length": 40}
+    config = config_of(header._replace(metadata=own))
+    assert config["rope_scaling"]["llama_4_scaling_beta"] == 0.1
+    with pytest.raises(ConfigError, match="length = 41: must equal mistral4.rope.scaling.orig"):
+        config_of(header._replace(metadata={**own, f"{keys}length": 41}))
+
+
 def test_experts_are_read_in_any_slices() -> None:
     file = FOLDER / "qwen3moe.gguf"
     assert read_config(file)["num_experts"] == 4
@@ -196,6 +210,8 @@ def test_numbers_of_xielu_are_checked(
             3,
             "time_step_rank = 4: must be a multiple of qwen35.ssm.group_count",
         ),
+        ("cohere2moe.expert_gating_func", 3, "must be 1 or 2"),
+        ("hy_v3.expert_shared_feed_forward_length", 33, "must be a multiple of hy_v3.expert_feed"),
         ("qwen35.ssm.group_count", 0, "ssm.group_count = 0: must be a positive integer"),
         ("qwen35.ssm.inner_size", 2**40 + 1, "must be a multiple of qwen35.ssm.time_step_rank"),
         ("qwen35.ssm.state_size", 2**31, "has shape"),
@@ -216,7 +232,7 @@ def test_numbers_of_xielu_are_checked(
         ),  # Bamba has none
     ],
 )
-def test_sizes_of_recurrent_layers_are_checked(
+def test_sizes_are_checked(
     key: str, value: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     header = read_header(FOLDER / f"{key.partition('.')[0]}.gguf")

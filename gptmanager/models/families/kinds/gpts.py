@@ -101,7 +101,12 @@ GPTS: Mapping[str, Family] = {
             fc="mlp.dense_h_to_4h",
             down="mlp.dense_4h_to_h",
         ),
-        other_tensors=layer_names("transformer.h.{}.", attention_norm="ln_attn", mlp_norm="ln_mlp"),
+        other_tensors=layer_names(
+            "transformer.h.{}.",
+            attention_norm="ln_attn",
+            mlp_norm="ln_mlp",
+            qkv_in_order="self_attention.qkv",  # in GGUF files
+        ),
         prefix="transformer.",
         ignored=re.compile(r"(^|\.)rotary(_emb)?\.inv_freq$"),
         spellings={

@@ -15,8 +15,8 @@ from gptmanager.models.gguf.architecture import (
     Config,
 )
 from gptmanager.models.gguf.further_fields import without_further_layers
+from gptmanager.models.gguf.kinds.mixtures import MIXTURES
 from gptmanager.models.gguf.metadata import Metadata
-from gptmanager.models.gguf.mixtures import MIXTURES
 
 _KEYS, _VALUES, _INNER = "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"
 _STATE: Mapping[str, str] = {

@@ -22,10 +22,15 @@ from gptmanager.models.gguf.architecture import (
     Architecture,
 )
 from gptmanager.models.gguf.further_fields import (
+    cohere_moe_fields,
     deepseek_fields,
     gpt_oss_rope,
+    granite_window_ropes,
+    hunyuan3_fields,
     llama4_fields,
     minicpm3_fields,
+    mistral4_fields,
+    windowed_ropes,
     without_further_layers,
 )
 
@@ -71,6 +76,31 @@ GRANITE_SHARED = replace(
         **_GRANITE_MOE.fields,
         "shared_intermediate_size": "expert_shared_feed_forward_length",
     },
+)
+GRANITE_WINDOWS = Architecture(
+    "granite_swa",
+    fields={**GRANITE, **WINDOWS},
+    further=granite_window_ropes,
+    permuted=True,
+    modules={**LLAMA, "attn_sinks.weight": "self_attn.sinks"},
+    ignored=frozenset({"attention.rope_pattern"}),
+    biases=ATTENTION_BIAS,
+)
+GRANITE_MOE_WINDOWS = replace(
+    GRANITE_WINDOWS,
+    model_type="granitemoe_swa",
+    fields={
+        **{**GRANITE_WINDOWS.fields, **_LOCAL},
+        "shared_intermediate_size": "expert_shared_feed_forward_length",
+    },
+    constants={"shared_intermediate_size": 0},
+    modules={
+        **{**_ATTENTION, "attn_sinks.weight": "self_attn.sinks"},
+        "ffn_gate_inp": "block_sparse_moe.router.layer",
+        "ffn_up_shexp": "shared_mlp.input_linear",
+        "ffn_down_shexp": "shared_mlp.output_linear",
+    },
+    stacked=EXPERTS,
 )
 _GLM4_MOE = Architecture(
     "glm4_moe",
@@ -160,6 +190,64 @@ MIXTURES: Mapping[str, Architecture] = {
         modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
         stacked=EXPERTS,
         biases=ATTENTION_BIAS,
+    ),
+    "mellum": Architecture(
+        "mellum",
+        fields={**MIXTURE, **WINDOWS},
+        constants={"norm_topk_prob": True},
+        further=windowed_ropes,
+        modules={**LLAMA, "ffn_gate_inp": "mlp.gate"},
+        stacked=EXPERTS,
+        ignored=frozenset({"rope.freq_base_swa"}),
+        biases=ATTENTION_BIAS,
+    ),
+    "cohere2moe": Architecture(
+        "cohere2_moe",
+        fields={
+            **{key: MIXTURE[key] for key in MIXTURE if key != "moe_intermediate_size"},
+            **WINDOWS,
+            "intermediate_size": "expert_feed_forward_length",
+            "prefix_dense_intermediate_size": "feed_forward_length",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "num_shared_experts": "expert_shared_count",
+            "norm_topk_prob": "expert_weights_norm",
+            "layer_norm_eps": "attention.layer_norm_epsilon",
+            "logit_scale": "logit_scale",
+        },
+        constants={"norm_topk_prob": False},
+        further=cohere_moe_fields,
+        modules={**LLAMA, **SHARED, "ffn_gate_inp": "mlp.gate"},
+        stacked=EXPERTS,
+        ignored=frozenset(
+            "expert_gating_func expert_shared_feed_forward_length nextn_predict_layers".split()
+        ),
+    ),
+    "granite_swa": GRANITE_WINDOWS,
+    "hy_v3": Architecture(
+        "hy_v3",
+        fields={
+            **MIXTURE,
+            "router_scaling_factor": "expert_weights_scale",
+            "route_norm": "expert_weights_norm",
+        },
+        constants={"router_scaling_factor": 1.0},
+        further=hunyuan3_fields,
+        modules={
+            **{**LLAMA, "ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias"},
+            **{key: SHARED[key].replace("shared_experts", "shared_mlp") for key in SHARED},
+        },
+        stacked=EXPERTS,
+        ignored=frozenset({"expert_shared_feed_forward_length", "nextn_predict_layers"}),
+        required=_SIGMOID,
+        biases=ATTENTION_BIAS,
+    ),
+    "mistral4": replace(
+        _DEEPSEEK_V2,
+        model_type="mistral4",
+        constants={**ROUTED_DEFAULTS, "rope_parameters": UNSCALED},
+        further=mistral4_fields,
+        ignored=_DEEPSEEK_V2.ignored
+        | {f"attention.temperature_{it}" for it in ("scale", "length")},
     ),
     "olmoe": Architecture(
         "olmoe",

@@ -1,0 +1,1 @@
+"""Kinds of architectures of GGUF files, for the table in `architectures`."""
