@@ -574,6 +574,7 @@ callbacks/                    ready-made callbacks, built on the public names on
         logging               statistics as log records
         metric_names          names of the metrics, also in other servers (no torch)
         metric_counts         counters behind the metrics
+        registry_collector    metrics of all sinks of a registry (no torch)
         prometheus            metrics for Prometheus (no torch)
     ranks/                    rank 0's callback results on all ranks
         mpi_transport         broadcast by MPI
