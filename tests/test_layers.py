@@ -66,6 +66,7 @@ request/                      requests as hosts make them and as schedulers see 
     pieces                    long work in pieces, with pauses between them
     arrays                    values of any type as arrays
     read_tensors              typed values from the named tensors of a request
+    adapter_modules           modules of a model that adapters may change
     adapter                   LoRA matrices of a request, checked
 kv_cache/                     block accounting: which sequence holds which block
     attention_window          which positions and blocks a sliding window keeps (no torch)

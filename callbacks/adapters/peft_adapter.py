@@ -22,7 +22,7 @@ from gptmanager.models.families import FAMILIES
 from gptmanager.models.families.wrappers import without_wrapper
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
-from gptmanager.request.adapter import LORA_MODULE_IDS
+from gptmanager.request.adapter_modules import LORA_MODULE_IDS
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # which PEFT adds to the names of modules

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
-from gptmanager.request.adapter import LORA_MODULE_IDS
+from gptmanager.request.adapter_modules import LORA_MODULE_IDS
 
 _MODULES = [LORA_MODULE_IDS[name] for name in ("attn_q", "attn_k", "attn_v", "attn_dense")]
 _DEVIATION = 0.01

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gptmanager.config import PromptLookup
 from gptmanager.errors import CapacityError, InvalidRequestError
 from gptmanager.lifecycle.log import logger
-from gptmanager.request.adapter import AdapterLimits
+from gptmanager.request.adapter_modules import AdapterLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from gptmanager.errors import AdapterError
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.peft_cache.layout import AdapterRow, CacheSizes, Packing
 from gptmanager.peft_cache.manager import PageCopy
-from gptmanager.request.adapter import Adapter, AdapterShare, LoraModule
+from gptmanager.request.adapter import Adapter
+from gptmanager.request.adapter_modules import AdapterShare, LoraModule
 from gptmanager.request.pieces import PIECE, Pieces, whole
 
 Layout = dict[str, tuple[AdapterModule, ...]]

@@ -16,7 +16,7 @@ from gptmanager.assembly.options import checked_optional_params
 from gptmanager.assembly.sizing import Sizes
 from gptmanager.config import OptionalParams
 from gptmanager.errors import RecordingError
-from gptmanager.request.adapter import LORA_MODULE_NAMES
+from gptmanager.request.adapter_modules import LORA_MODULE_NAMES
 from gptmanager.step import Intake, Row, Schedule, StepResult
 
 _BLOCKS = 1 << 21  # in the pool and the host tier together; each costs 200 bytes of bookkeeping

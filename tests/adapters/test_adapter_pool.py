@@ -14,7 +14,7 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.memory import AdapterPool, adapter_table
 from gptmanager.peft_cache import AdapterRow, CacheSizes, PageCopy, PeftCacheManager
 from gptmanager.peft_cache.layout import pack
-from gptmanager.request.adapter import LoraModule
+from gptmanager.request.adapter_modules import LoraModule
 
 SIZES = CacheSizes(64, 5, 3, 2, 8)
 # Rank 2 of 6 in and 5 out, rank 3 of 5 and 6, rank 4 of 8 and 5: in that order.

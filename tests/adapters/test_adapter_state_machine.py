@@ -41,7 +41,7 @@ from gptmanager.peft_cache.work import (
 )
 from gptmanager.recorder.recording_file import field_names
 from gptmanager.recorder.values import Decoder, to_json
-from gptmanager.request.adapter import LoraModule
+from gptmanager.request.adapter_modules import LoraModule
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.scheduler import MaxUtilizationScheduler
 

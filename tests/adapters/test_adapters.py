@@ -19,13 +19,12 @@ from gptmanager.errors import AdapterError, InvalidRequestError
 from gptmanager.kernels import Kernels
 from gptmanager.models import load_model
 from gptmanager.models.decoder.lora_modules import lora_modules
-from gptmanager.request.adapter import (
+from gptmanager.request.adapter import AdapterTensors, read_lora
+from gptmanager.request.adapter_modules import (
     LORA_MODULE_IDS,
     LORA_MODULE_NAMES,
     AdapterLimits,
-    AdapterTensors,
     LoraModule,
-    read_lora,
 )
 
 # of a layer: a fused matrix of 6 queries, 2 keys and 2 values, a gated half of 5

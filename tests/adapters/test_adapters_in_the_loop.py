@@ -24,7 +24,7 @@ from gptmanager.peft_cache.work import (
     ReadAdapter,
     WriteAdapter,
 )
-from gptmanager.request.adapter import LoraModule
+from gptmanager.request.adapter_modules import LoraModule
 from gptmanager.request.inference_request import InferenceRequest
 from gptmanager.request.llm_request import LlmRequestState
 

@@ -24,7 +24,7 @@ from gptmanager.bench.load import SHAPES, random_llama
 from gptmanager.callbacks import RequestQueue
 from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.read_spec import read_spec
-from gptmanager.request.adapter import LoraModule
+from gptmanager.request.adapter_modules import LoraModule
 
 RANK, REQUESTS, ADAPTERS, QUIET_S, LIMIT = 64, 16, 8, 2.0, 1.2
 LEAST_TURN = 0.001  # of an iteration: less is a look at the time

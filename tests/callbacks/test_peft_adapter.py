@@ -19,7 +19,7 @@ from gptmanager.callbacks.adapters import peft_adapter
 from gptmanager.callbacks.adapters.name_pattern import NamePattern, Steps
 from gptmanager.errors import ConfigError
 from gptmanager.memory.checkpoint import safetensors_reader
-from gptmanager.request.adapter import LORA_MODULE_IDS
+from gptmanager.request.adapter_modules import LORA_MODULE_IDS
 
 ARCEE = {
     **{"model_type": "arcee", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64},

@@ -25,7 +25,7 @@ from gptmanager.commands.run.line_fields import _ALIASES, _NAMES
 from gptmanager.commands.run.requests_file import read_file, read_requests
 from gptmanager.commands.run.results_file import Results, new_file, result_line
 from gptmanager.errors import CapacityError, ConfigError, GptManagerError
-from gptmanager.request.adapter import LORA_MODULE_IDS
+from gptmanager.request.adapter_modules import LORA_MODULE_IDS
 
 TOKENIZER = byte_tokenizer()
 TINY_LLAMA = Path(__file__).resolve().parents[2] / "examples" / "tiny_llama"

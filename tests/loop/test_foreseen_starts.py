@@ -20,7 +20,7 @@ from gptmanager.assembly.adapter_sizing import AdapterSizes
 from gptmanager.config import ContextChunkingPolicy, PromptLookup
 from gptmanager.manager.inspection import explain, explain_waiting, would_fit
 from gptmanager.peft_cache import CacheSizes
-from gptmanager.request.adapter import LoraModule
+from gptmanager.request.adapter_modules import LoraModule
 from gptmanager.request.llm_request import LlmRequestState
 from gptmanager.scheduler import RequestScheduler
 

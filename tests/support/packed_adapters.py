@@ -13,7 +13,8 @@ from gptmanager.callbacks import load_peft_adapter
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 from gptmanager.models.decoder.lora_modules import lora_modules
 from gptmanager.models.spec import ModelSpec
-from gptmanager.request.adapter import Adapter, AdapterLimits, AdapterTensors
+from gptmanager.request.adapter import Adapter, AdapterTensors
+from gptmanager.request.adapter_modules import AdapterLimits
 
 RANKS = (1, 4, 17)
 

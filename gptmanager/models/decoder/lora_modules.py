@@ -12,7 +12,7 @@ from gptmanager.models.parameters import matrix_names
 from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import SPLITS, Shares, evenly, layer_shares, rank_spec
 from gptmanager.ranks.layout import RankLayout
-from gptmanager.request.adapter import (
+from gptmanager.request.adapter_modules import (
     LORA_MODULE_IDS,
     AdapterShare,
     LoraCut,

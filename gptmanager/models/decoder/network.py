@@ -42,7 +42,7 @@ from gptmanager.models.spec import ModelSpec
 from gptmanager.models.splits import rank_spec, vocabulary_shares
 from gptmanager.ranks.collectives import Collectives
 from gptmanager.ranks.layout import RankLayout
-from gptmanager.request.adapter import AdapterShare, LoraModule
+from gptmanager.request.adapter_modules import AdapterShare, LoraModule
 
 # the tensors of a batch that differ between replays of a captured step
 _CAPTURED = ("token_ids", "positions", "row_starts", "kv_lengths", "slots")
