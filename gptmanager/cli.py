@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     except BrokenPipeError:  # the reader has closed the pipe: printing is impossible
         code = 1
-    except (GptManagerError, OSError) as error:  # of a check of an argument, or of the help
+    except (GptManagerError, OSError) as error:  # raised by the check of an argument or by the help
         print_message(str(error))
         code = 1
     if is_server and arguments is None:  # a signal during Python's exit would show a traceback

@@ -143,10 +143,10 @@ class TaggedValuesParser(HeadedCallParser):
         self._schemas = {name: properties_of(schema) for name, schema in parameters.items()}
         self._name = ""
         self._num_values = 0
-        self._types: frozenset[str] = frozenset()  # of the last value
+        self._types: frozenset[str] = frozenset()  # the types of the last value
         self._is_value = self._is_text = self._has_begun = self._is_quoted = False
         self._num_passed = 0  # characters of a value in which no tag ends it
-        self._brackets: _BracketScan | None = None  # of a value that is an object or a list
+        self._brackets: _BracketScan | None = None  # open while a value is an object or a list
         self._reads_brackets = True
         tags, line_break = self.tags, self.tags.dropped_break
         self._next = (tags.key, *tags.ends)

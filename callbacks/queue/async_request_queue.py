@@ -35,7 +35,7 @@ class AsyncRequestQueue(RequestQueue):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._turns: deque[AsyncWaiter] = deque()  # one per task in `submit_async`, oldest first
-        self._stopped: set[AsyncWaiter] = set()  # of them, woken when their event loops start
+        self._stopped: set[AsyncWaiter] = set()  # to be woken when their event loops start
 
     async def stream(
         self,

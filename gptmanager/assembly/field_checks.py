@@ -106,7 +106,7 @@ _RANGES: dict[type, dict[str, tuple[float, float]]] = {
 }
 
 _OPEN = ("enable_block_reuse",)  # flags that may be None
-_OTHERS: dict[str, tuple[str | None, ...]] = {  # what fields of numbers may be besides
+_OTHERS: dict[str, tuple[str | None, ...]] = {  # values of these fields that are not numbers
     "max_active_requests": ("auto", None),
     "idle_poll_s": (None,),
     "callback_budget_s": (None,),

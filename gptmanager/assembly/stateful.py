@@ -16,8 +16,9 @@ from gptmanager.memory.slot_states import state_bytes
 from gptmanager.models.model import Dimensions, state_shapes
 
 _MIB = 1 << 20
-# if state_snapshots is None: of the prompt and of the answer of each sequence, but at least some,
-# and at most this share of the memory that the states leave free
+# If state_snapshots is None, a sequence gets two snapshots, one after its prompt and one after its
+# answer. In all there are at least _FEWEST_SNAPSHOTS, and they have at most _SNAPSHOT_SHARE of the
+# memory that the states leave free.
 _SNAPSHOTS_PER_SLOT, _FEWEST_SNAPSHOTS = 2, 32
 _SNAPSHOT_SHARE = 0.25
 

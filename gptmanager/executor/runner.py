@@ -197,7 +197,7 @@ class Runner:
             return self._capturable.forward_captured(*own, self.begin_step)
         self.begin_step(False)
         found = self.model.forward(batch, self.kv_pool)
-        if not isinstance(found, Tensor):  # of a host's own model
+        if not isinstance(found, Tensor):  # the forward of a host's own model
             raise TypeError(
                 f"forward of {type(self.model).__name__} returned an object of type "
                 f"{type(found).__name__}, expected a tensor of logits [S, vocab_size]"

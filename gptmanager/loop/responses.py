@@ -103,7 +103,7 @@ def final_tensors(
     request: ActiveRequest, reason: FinishReason, output_end: int, held: HeldExtras
 ) -> list[NamedTensor]:
     """Return the final response. The output ends at history position `output_end`."""
-    start = request.num_sent  # that of the prompt alone, unless the request streams
+    start = request.num_sent  # the end of the prompt, unless the request streams
     output_end = max(output_end, start)
     beams = None if request.search is None else final_beams(request, request.search, reason)
     reasons = [reason] if beams is None else beams.reasons

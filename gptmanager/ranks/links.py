@@ -36,7 +36,7 @@ class Message(IntEnum):
     """The kinds of messages between loops."""
 
     EXCHANGE = auto()  # data that managers exchange at the start
-    INTAKE = auto()  # what rank 0 has taken in, such as requests: an iteration begins
+    INTAKE = auto()  # the intake of rank 0, such as requests: an iteration begins
     ASK = auto()  # call the callback GetInferenceRequests on every rank
     DECISION = auto()  # digest of rank 0's decisions: a step begins
     RESULT = auto()  # the result of a step

@@ -50,7 +50,7 @@ class Recorder:
         self._max_bytes = max_bytes
         self._black_box_file = BlackBoxFile(black_box_path)
         self._iteration: Iteration | None = None
-        self._has_polled = False  # the last part of an iteration in which results may be taken
+        self._has_polled = False  # whether the iteration has polled, after all its results
         self._num_iterations = 0
         self._num_idle = 0  # iterations without work since the last recorded iteration
         self._black_box: BlackBox | None = None
@@ -169,7 +169,7 @@ class Recorder:
             current.result = result if is_plain else kept_result(result)
 
     def record_poll(self) -> None:
-        """Record that the current iteration will take no more results: only a call may."""
+        """Record that the host has polled: the loop takes no more results in this iteration."""
         self._has_polled = True
 
     def record_end(self, request_id: int, tensors: list[NamedTensor], error: str) -> None:

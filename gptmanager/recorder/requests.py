@@ -31,7 +31,8 @@ _DTYPES = {"torch": (*_NUMBERS, "bfloat16"), "numpy": (*_NUMBERS, "uint16", "uin
 _ITEMS: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEFAULT = InferenceRequest(0)  # has the default of each keyword
-_MOST_VALUES = 1 << 48  # of a tensor; torch and NumPy cannot count the bytes of far larger ones
+# values of a tensor; torch and NumPy cannot count the bytes of far larger tensors
+_MOST_VALUES = 1 << 48
 _LONGEST = (1 << 31) - 1  # the highest length of a dimension
 _MAX_DEPTH = 32  # the most levels of nested lists, and the most dimensions of a shape
 # `Allowance` counts 16 numbers of a ROW_INPUTS tensor as one, because they never become a list.

@@ -122,7 +122,7 @@ class LlmRequest:
         self.estimated_reusable_tokens = estimated_reusable_tokens
         self.arrival_time = arrival_time
         self.cache_salt = cache_salt  # requests with equal salts share cached blocks
-        # of its blocks in the KV cache; None: the default for new blocks, cached blocks keep theirs
+        # how long its cached blocks stay; None: new blocks have the default, others keep theirs
         self.retention_priority = retention_priority
         self.prompt_len = self.orig_prompt_len = self.num_tokens = len(self.tokens)
         self.pause_count = 0

@@ -200,7 +200,8 @@ class _PausingWalk:
             blocks = self.blocks + needed + headroom
             if not headroom or self.policy.kv_cache_manager.scheduling_has_free_blocks(blocks):
                 return False
-        started = [  # of lower rank; the test before `_is_started` is faster and excludes most
+        # requests of lower rank; the test before `_is_started` is faster and excludes most
+        started = [
             other
             for other in self.walk[self._index + 1 :]
             if (other.context_current_position or other.state is not _CONTEXT_INIT)

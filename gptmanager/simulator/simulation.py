@@ -128,7 +128,7 @@ class World:
         # each row of its schedule, ITERATION_STEPS, and one for each 64 active requests.
         self._max_steps = self._steps_left = max_steps
         self._iterations = 0
-        self._was_idle = False  # what `_is_idle` returned last
+        self._was_idle = False  # the last result of `_is_idle`
         self._stalls = 0  # iterations since the last launch
         self._in_flight = 0  # launched steps without a fetched result
         self._stages = stages or Stages(1, 0.0)

@@ -75,7 +75,7 @@ _OURS = {
     "ub": "max-num-tokens",
     "ubatch-size": "max-num-tokens",
 }
-# what to do about options there that no option here replaces
+# advice on options there that no option here replaces
 _ADVICE = {
     "leave it out": (
         *("cache-reuse", "cb", "cont-batching", "disable-log-requests", "disable-log-stats"),

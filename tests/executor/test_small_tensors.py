@@ -27,7 +27,7 @@ def parts(size, timeout_s=20.0):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_parts_get_those_of_all_in_their_order(size):
+def test_each_part_receives_the_tensors_of_all_parts_in_order(size):
     most = torch.arange(MOST_BYTES // 4, dtype=torch.float32)
     made = [torch.full((3, 5), 7.0).to(dtype) for dtype in DTYPES] + [most, most[:1]]
     with parts(size) as (tensors, _):

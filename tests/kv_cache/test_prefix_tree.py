@@ -51,7 +51,7 @@ def test_the_longest_common_beginning_of_one_more_block_matches(tokens, end, exp
     assert tree.match(None, tokens, end, any_block)[:3] == expected
 
 
-def test_who_may_not_be_the_partial_block_leaves_it_to_the_next_longest():
+def test_the_next_longest_block_matches_if_the_longest_may_not():
     tree = tree_of(([1, 2, 3], [10]), ([1, 2, 4], [11]), ([1, 5, 5], [12]), ([7], [13]))
     allowed = {10, 11, 12, 13}
     found = []
@@ -68,7 +68,7 @@ def test_the_least_of_many_blocks_is_found_if_no_other_may_be_the_partial_one():
     assert (match.partial, match.num_partial) == (10, 1)
 
 
-def test_what_is_cached_already_stays_and_the_rest_is_stored_behind_it():
+def test_store_keeps_cached_blocks_and_adds_the_rest_after_them():
     tree = tree_of(([1, 2, 3, 4, 5, 6], [10, 11]), ([1, 2, 3, 7, 8, 9], [20, 21]))
     assert tree.full_blocks(None, [1, 2, 3, 7, 8, 9], 6)[0] == [10, 21]
     assert 20 not in tree
@@ -78,7 +78,7 @@ def test_what_is_cached_already_stays_and_the_rest_is_stored_behind_it():
     assert tree.match(None, [1, 2, 3, 8], 4, any_block)[:3] == ([10], 31, 1)
 
 
-def test_a_forgotten_block_takes_what_lies_behind_it_along():
+def test_forgetting_a_block_forgets_its_descendants():
     tree = tree_of(([1, 2, 3, 4, 5, 6, 7], [10, 11, 12]), ([1, 2, 3, 9], [10, 13]))
     assert [tree.is_leaf(block) for block in (10, 11, 12, 13, 99)] == [False, False, True, True, 1]
     tree.forget(11)
@@ -91,7 +91,7 @@ def test_a_forgotten_block_takes_what_lies_behind_it_along():
     assert len(tree) == 0 and 10 not in tree and tree.problem() is None
 
 
-def test_what_a_search_found_stands_while_it_is_there():
+def test_a_found_node_stays_valid_while_its_block_is_cached():
     tree = tree_of(([1, 2, 3], [10]))
     tokens = [1, 2, 3, 4, 5, 6, 7]
     blocks, node = tree.full_blocks(None, tokens, 7)

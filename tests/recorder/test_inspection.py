@@ -1,4 +1,4 @@
-"""What a manager says of requests that wait: the reason is the policy's, and so are the numbers."""
+"""`GptManager.explain`: the reason of a wait and its numbers are those of the policy."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def explained(
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTILIZATION])
-def test_who_stands_behind_one_that_lacks_blocks_is_told_which(policy, reuse):
+def test_the_wait_behind_a_request_without_blocks_names_that_request(policy, reuse):
     first, second, third = explained(
         [(20, 40), (48, 9), (2, 2)], SchedulerConfig(policy), tokens=64, reuse=reuse,
         prompts=[[1] * 20, [2] * 48, [3] * 2],
@@ -104,7 +104,7 @@ def test_a_full_batch_is_the_reason_before_blocks_are():
     assert last.reason == "batch_full" and "2 running requests, at most 2 at once" in last.text
 
 
-def test_with_block_reuse_who_waits_for_what_another_computes_is_told_whom():
+def test_the_wait_for_a_prefix_names_the_request_that_computes_it():
     """Behind a budget that makes the first wait for its second chunk."""
     first, second = explained(
         [(60, 3), (60, 3)], SchedulerConfig(), tokens=400, reuse=True, max_num_tokens=4,
@@ -116,7 +116,7 @@ def test_with_block_reuse_who_waits_for_what_another_computes_is_told_whom():
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_the_token_budget_of_a_step_is_told(reuse):
+def test_a_wait_names_the_token_budget_of_a_step(reuse):
     first, second = explained(
         [(60, 3), (40, 3)], SchedulerConfig(), tokens=400, max_num_tokens=4, reuse=reuse,
         enable_chunked_context=True, prompts=[[1] * 60, [2] * 40],
@@ -127,7 +127,7 @@ def test_the_token_budget_of_a_step_is_told(reuse):
     assert left in second.text
 
 
-def test_with_overlap_it_is_blocks_where_blocks_lack():
+def test_with_overlap_missing_blocks_are_the_reason():
     *_, last = explained(
         [(20, 40), (40, 20)], SchedulerConfig(), tokens=80, max_batch_size=1,
         enable_trt_overlap=True, reuse=True, prompts=[[1] * 20, [2] * 40],
@@ -140,7 +140,7 @@ class OneAtATime(GuaranteedNoEvictScheduler):
         return active_requests[:1], []
 
 
-def test_of_a_scheduler_of_the_hosts_own_nothing_is_claimed():
+def test_no_reason_is_given_for_a_scheduler_of_the_host():
     class Own:
         def __init__(self, manager):
             self.schedule_request = OneAtATime(8, manager).schedule_request

@@ -105,7 +105,7 @@ class Workbench:
     Each manager calls `on_progress` while it loads.
     """
 
-    source: Source  # what managers load
+    source: Source  # the checkpoint that managers load
     config: dict[str, Any]
     weights: Mapping[str, Tensor] | None  # for the reference, if it supports the model
     ceilings: Ceilings

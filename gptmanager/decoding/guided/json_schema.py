@@ -288,7 +288,7 @@ class SchemaReader:
             self._demand(found, at, "maxProperties", made if is_short else None)
 
     def _read_not(self, schema: Any, value: Any, at: str, found: dict[str, Any]) -> None:
-        if value is True or value == {}:  # as zod writes what can never be
+        if value is True or value == {}:  # zod writes a schema that nothing matches like this
             _add(found, {"anyOf": [False]})
             return
         self._demand(found, at, "not", complement(value, schema, self._references.resolve))

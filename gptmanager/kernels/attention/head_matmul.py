@@ -27,7 +27,8 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, share_of, task_fields
 
 TILE_TOKENS = 32
-STEP_BYTES = 1 << 14  # of a matrix that are prefetched while the rows before them are multiplied
+# bytes of a matrix that are prefetched while the rows before them are multiplied
+STEP_BYTES = 1 << 14
 LINE_BYTES = 64
 
 

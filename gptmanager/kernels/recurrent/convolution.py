@@ -44,7 +44,7 @@ def convolve(x: Tensor, own: Filter, inputs: Tensor, rows: RowSpans) -> Tensor:
 
     tokens = torch.arange(len(x), device=device)
     row = torch.searchsorted(rows.row_starts[1:].long(), tokens, right=True)
-    row = row.clamp(max=len(counts) - 1)  # of tokens that pad a captured step
+    row = row.clamp(max=len(counts) - 1)  # the last row, for tokens that pad a captured step
     offsets = tokens - starts[row]
     total = torch.zeros_like(x) if own.bias is None else widened(own.bias).to(x).expand_as(x)
     for tap, weight in enumerate(widened(own.weight).to(x)):

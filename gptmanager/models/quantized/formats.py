@@ -150,7 +150,7 @@ class MatrixFinder(GivenTensors):
                 f"tensor {tensor_name(own)} has shape {list(found.shape)}: it must have scales for "
                 f"each of {count} experts"
             )
-        # of matrices [in, out], as Llama 4 has them, each column has a scale
+        # Llama 4 has matrices [in, out] with a scale for each column
         column = [(shape[0], 1)] if own.endswith(endings[2]) else []
         grid = self._fitted(own, found.shape[1:], shape, [*blocks, *column])
         return ScaledExperts(name, info.shape, grid)

@@ -24,7 +24,7 @@ from gptmanager.models.quantized.mlx_options import BITS, MLX_FIELD, Packing, Pa
 
 _WORDS = ("uint32", "int32")  # dtypes of packed numbers
 _NVFP4_LARGEST = 448 * 6  # the largest e4m3 number times the largest e2m1 number
-_MOST_ERROR = 2.0**-7  # of a step: by how much float16 scales may move an element
+_MOST_ERROR = 2.0**-7  # share of a step by which float16 scales may move an element
 
 
 @dataclass(frozen=True)
