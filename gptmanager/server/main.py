@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,7 @@ from gptmanager.server.log_output import logging_to
 from gptmanager.server.settings import ServerSettings
 from gptmanager.terminal.options import ManagerOptions, manager_options
 from gptmanager.terminal.progress import NOTES, ProgressBars
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 from gptmanager.terminal.streams import print_message
 
 _FEW_CORES = 4
@@ -69,6 +71,18 @@ def with_short_steps(given: ManagerOptions) -> ManagerOptions:
     return given._replace(params=params)
 
 
+def progress_reports(region: RedrawnLines) -> Callable[[str, int, int], None]:
+    """Return an `on_progress` that draws bars on a terminal, and writes `NOTES` to the log."""
+    bars = ProgressBars(region)
+
+    def report(what: str, done: int, total: int) -> None:
+        if what in NOTES and done == 0 < total:
+            _logger.info(NOTES[what])
+        bars.update(what, done, total)
+
+    return report
+
+
 def main(options: argparse.Namespace) -> int:
     """Run the server until it ends, and return the exit status."""
     cores = leave_a_core() if options.threads is None else 0
@@ -80,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
         model = settings.model, settings.params, given.scheduler, given.model_type
         follow(*model, settings.max_beam_width)
         return 0
-    given.params.on_progress = ProgressBars(options.region, notes=NOTES).update
+    given.params.on_progress = progress_reports(options.region)
     serving = load_extra("server", "gptmanager.server.serving")
     with logging_to(options.region, settings.log_format):
         if cores and given.params.device in (None, "cpu"):

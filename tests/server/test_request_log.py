@@ -14,6 +14,9 @@ from gptmanager.server import log_output
 from gptmanager.server.engine.throughput import Throughput
 from gptmanager.server.http.request_log import MAX_ID_LETTERS, as_text, logger
 from gptmanager.server.log_output import logging_to
+from gptmanager.server.main import progress_reports
+from gptmanager.terminal.progress import NOTES
+from gptmanager.terminal.redrawn_lines import RedrawnLines
 
 ASKED = {"prompt": "17 + 25 =", "max_tokens": 4, "seed": 1}
 OURS = {"X-Request-Id": "mine-1"}
@@ -151,6 +154,16 @@ def test_the_log_as_text_and_as_json():
             assert expected.items() <= json.loads(first).items()
             assert json.loads(second)["message"] == "odd: é"
         assert logging.getLogger("gptmanager").propagate
+
+
+def test_a_first_start_is_a_record_of_the_log_so_that_a_json_log_has_no_other_lines(caplog):
+    caplog.set_level(logging.INFO, "gptmanager")
+    stderr = io.StringIO()
+    report = progress_reports(RedrawnLines(stderr))
+    report("kernels", 0, 2)
+    report("kernels", 2, 2)
+    assert [it.getMessage() for it in caplog.records] == [NOTES["kernels"]]
+    assert stderr.getvalue() == ""
 
 
 def test_a_reader_that_is_stuck_holds_up_nobody(monkeypatch):
