@@ -18,23 +18,31 @@ OURS_ALONE = frozenset({"norm_eps", "hidden_act"})
 RANGE = f"from {LEAST_NUMBER} to {MAX_NUMBER}"
 
 T = TypeVar("T")
+Spellings = Mapping[str, Union[str, tuple[str, ...]]]
 Decision = Union[bool, str, Callable[["Fields"], bool]]
+
+
+def names_of(spellings: Spellings, field: str) -> tuple[str, ...]:
+    """Return the names of a field, by our name, in a config; the first is the usual one."""
+    theirs = spellings.get(field, field)
+    names = (theirs,) if isinstance(theirs, str) else theirs
+    return names if field in OURS_ALONE else tuple(dict.fromkeys((*names, field)))
 
 
 class Fields:
     """A config, read by our names of the fields. Errors use the config's own names.
 
-    `spellings`: our name -> the config's name, for the fields where the names differ. A config may
-    have most fields by our name instead. `defaults`: our name -> the value if the field is absent;
-    a null field is None in spite of a default. Error texts begin with `label` and the field's name.
-    Methods that check a value raise ConfigError.
+    `spellings`: our name -> the config's name, or names, for the fields where the names differ. A
+    config may have most fields by our name instead. `defaults`: our name -> the value if the field
+    is absent; a null field is None in spite of a default. Error texts begin with `label` and the
+    field's name. Methods that check a value raise ConfigError.
     """
 
     def __init__(
         self,
         values: Mapping[str, Any],
         defaults: Mapping[str, Any],
-        spellings: Mapping[str, str],
+        spellings: Spellings,
         label: str = "config.json: ",
     ) -> None:
         self._values, self._defaults, self._spellings = values, defaults, spellings
@@ -45,8 +53,7 @@ class Fields:
 
     def get(self, field: str) -> Any:
         """Mark the field as read; return its value, or the default if the field is absent."""
-        theirs = self._spellings.get(field, field)
-        names = (theirs,) if field in OURS_ALONE else (theirs, field)
+        names = names_of(self._spellings, field)
         self._read.update(names)
         for name in names:
             if name in self._values:
@@ -60,7 +67,7 @@ class Fields:
     def note_read(self, *names: str) -> None:
         """Mark these fields as read, under our names and under the config's names."""
         for name in names:
-            self._read.update((name, self._spellings.get(name, name)))
+            self._read.update((name, *names_of(self._spellings, name)))
 
     def has_default(self, field: str) -> bool:
         """Return whether the model family has a default for the field.
@@ -71,7 +78,7 @@ class Fields:
 
     def is_given(self, field: str) -> bool:
         """Return whether the config has the field."""
-        return field in self._values or self._spellings.get(field, field) in self._values
+        return any(name in self._values for name in names_of(self._spellings, field))
 
     @property
     def layer_types(self) -> list[str]:
@@ -84,8 +91,8 @@ class Fields:
 
     def as_given(self, field: str) -> str:
         """Return "name = value" with the name that the config has for the field, for errors."""
-        theirs = self._spellings.get(field, field)
-        name = field if field in self._values and theirs not in self._values else theirs
+        names = names_of(self._spellings, field)
+        name = next((it for it in names if it in self._values), names[0])
         name = name if len(name) < _LONG_NAME and name.isprintable() else quoted(name)
         return f"{name} = {quoted(self.get(field))}"
 

@@ -123,6 +123,17 @@ def test_greedy_choices_of_experts_have_no_groups() -> None:
     assert read_spec(config) == read_spec({**config, "n_group": 1, "topk_group": 1})
 
 
+def test_exaone_as_transformers_writes_it() -> None:
+    """From 5.24 on, its fields are those of Llama."""
+    config = {**FAMILY_CONFIGS["exaone"], "model_type": "exaone", "layer_norm_epsilon": 2e-5}
+    names = {
+        **{"layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"},
+        **{"num_layers": "num_hidden_layers"},
+    }
+    own = {names.get(key, key): value for key, value in config.items()}
+    assert read_spec({**own, "attention_bias": False, "mlp_bias": False}) == read_spec(config)
+
+
 @pytest.mark.parametrize("name", ["bamba", "granitemoehybrid"])
 def test_each_group_of_a_state_space_is_normalized_by_itself(name: str) -> None:
     """As in mamba_ssm, in llama.cpp, and in transformers from 5.23 on."""

@@ -9,6 +9,7 @@ from typing import Any
 from family_configs import FAMILY_CONFIGS, VARIANTS
 
 from gptmanager.models.families import FAMILIES
+from gptmanager.models.fields import names_of
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 3, 7, 64, 10**8, 2**31 - 1, 2**31, 2**63, 10**400, 0.0, 0.5,
@@ -111,7 +112,11 @@ def odd_configs(name: str, count: int) -> Iterator[dict[str, Any]]:
     """The config of a family, `count` times, each time with another odd field."""
     chance, config = random.Random(name), family_config(name)
     family = FAMILIES[config["model_type"]]
-    fields = [*config, *(family.spellings.get(it, it) for it in family.defaults), *family.neutral]
+    fields = [
+        *config,
+        *(names_of(family.spellings, it)[0] for it in family.defaults),
+        *family.neutral,
+    ]
     fields += _OTHERS
     for _ in range(count):
         if chance.random() < 0.3:
@@ -128,7 +133,7 @@ def numeric_fields(name: str) -> list[str]:
     """The numeric fields of a family's config and those with a numeric default, by its names."""
     config = family_config(name)
     family = FAMILIES[config["model_type"]]
-    defaults = {family.spellings.get(it, it): value for it, value in family.defaults.items()}
+    defaults = {names_of(family.spellings, it)[0]: value for it, value in family.defaults.items()}
     known = {**defaults, **config}
     return [field for field in known if type(known[field]) in (int, float)]
 

@@ -10,7 +10,7 @@ from typing import Any
 from gptmanager.kernels.activations.activation_kinds import Activation
 from gptmanager.models.families.layer_types import Concerned
 from gptmanager.models.families.names import LLAMA, Tensors
-from gptmanager.models.fields import Decision, Fields
+from gptmanager.models.fields import Decision, Fields, Spellings
 from gptmanager.models.spec import Experts, Norms
 
 ROTARY_BUFFERS = re.compile(r"(^|\.)rotary_emb\.(\w+_)?inv_freq$")
@@ -32,9 +32,9 @@ class Family:
     `tensors`. `other_tensors`: further names of the same parameters,
     for example in GGUF files, or in a model of transformers 5. `ignored`: names of tensors that are
     not used.
-    `spellings`: our name of a config field -> the name in this family. `defaults`: our name of a
-    config field -> its value if the config does not have the field. `norms`: the norms, except
-    their epsilon, which the config has. `qk_norm`: whether `norms.query_key` applies.
+    `spellings`: our name of a config field -> the name, or the names, in this family. `defaults`:
+    our name of a config field -> its value if the config does not have the field. `norms`: the
+    norms, except their epsilon, which the config has. `qk_norm`: whether `norms.query_key` applies.
     `interleaved`: the checkpoint stores the two rows of a RoPE pair next to each other. `backward`:
     RoPE rotates pairs in the other direction.
     `position_offset`: the row of the learned position embeddings for position 0; None if the family
@@ -71,7 +71,7 @@ class Family:
     prefix: str = "model."
     prefixes: Mapping[str, str] = field(default_factory=dict)
     ignored: re.Pattern[str] = ROTARY_BUFFERS
-    spellings: Mapping[str, str] = field(default_factory=dict)
+    spellings: Spellings = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     norms: Norms = field(default_factory=Norms)
     qk_norm: bool | str = True

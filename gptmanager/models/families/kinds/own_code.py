@@ -33,9 +33,9 @@ OWN_CODE: Mapping[str, Family] = {
         ),
         other_tensors=LLAMA_NAMES,  # of a model in transformers
         prefix="transformer.",
-        spellings={
-            "norm_eps": "layer_norm_epsilon",
-            "hidden_act": "activation_function",
+        spellings={  # the published names, and those of transformers 5.24
+            "norm_eps": ("layer_norm_epsilon", "rms_norm_eps"),
+            "hidden_act": ("activation_function", "hidden_act"),
             "num_hidden_layers": "num_layers",
         },
         defaults=llama_fields(
