@@ -35,6 +35,7 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
+from gptmanager.models.hf.library import load_transformers_library
 from gptmanager.models.hf.linears import PackedLinear
 from gptmanager.models.hf.loading import load_with_transformers
 from gptmanager.models.hf.network import TransformersModel
@@ -62,6 +63,15 @@ def test_an_architecture_answers_as_in_transformers(name: str) -> None:
         kv_cache_config=cache, max_num_tokens=24, enable_chunked_context=True, max_seq_len=80
     )
     assert generate(model, asked, 6, optional_params=params) == expected
+
+
+def test_transformers_that_refuses_its_dependencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError("tokenizers>=0.23.1 is required, but found tokenizers==0.21.0")
+
+    monkeypatch.setattr("importlib.import_module", refuse)
+    with pytest.raises(ConfigError, match="transformers, which cannot be imported: .*tokenizers>="):
+        load_transformers_library()
 
 
 @pytest.mark.parametrize("name", REFUSED)

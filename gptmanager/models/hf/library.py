@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gptmanager.environment.distribution import install_command, too_old
-from gptmanager.errors import ConfigError
+from gptmanager.errors import ConfigError, error_summary
 
 # The names of our attention functions in transformers: ATTENTION runs in steps, PROBE runs in the
 # forward passes of `probe.py`. Only PROBE uses masks.
@@ -16,17 +16,20 @@ ATTENTION, PROBE = "gptmanager", "gptmanager_probe"
 
 
 def load_transformers_library() -> Any:
-    """Import and return transformers. Raise ConfigError if it is not installed, or too old."""
+    """Import and return transformers.
+
+    Raise ConfigError if it is not installed, too old, or cannot be imported: it refuses other
+    versions of its own dependencies.
+    """
     if (old := too_old("hf")) is not None:
         raise ConfigError(f"model_backend = 'transformers' needs {old}")
     try:
         return importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ConfigError(
-            f"model_backend = 'transformers' needs transformers: {install_command('hf')}"
-        ) from error
+    except ImportError as error:
+        need = f"needs transformers: {install_command('hf')}"
+        if not isinstance(error, ModuleNotFoundError) or error.name != "transformers":
+            need = f"needs transformers, which cannot be imported: {error_summary(error)}"
+        raise ConfigError(f"model_backend = 'transformers' {need}") from error
 
 
 def knows(model_type: Any) -> bool:
