@@ -136,6 +136,25 @@ def test_machine_code_with_a_wrong_bit_is_never_run(tmp_path, compilations, capl
     assert len(compilations) == 2 and "damaged" in caplog.text
 
 
+def test_machine_code_of_another_processor_or_version_is_never_loaded(
+    monkeypatch, tmp_path, compilations
+):
+    """The disk was full after the index, and the data are those of an earlier index."""
+    assert answer() == 42
+    files(tmp_path, "nbi")[0].unlink()  # Numba ignores the index of another version
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    of_this_one = machine_code._Cache._index_key
+    monkeypatch.setattr(machine_code._Cache, "_index_key", lambda *it: (of_this_one(*it), "older"))
+    with monkeypatch.context() as patch:
+        patch.setattr(machine_code._SealedFile, "_save_data", full)
+        assert answer() == 42
+    assert answer() == 42 and answer() == 42
+    assert len(compilations) == 3
+
+
 def test_damaged_files_in_a_folder_that_cannot_be_written(tmp_path, monkeypatch, caplog):
     assert answer() == 42
     for path in files(tmp_path, "nbi"):

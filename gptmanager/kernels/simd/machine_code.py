@@ -179,7 +179,18 @@ class _CacheImpl(CompileResultCacheImpl):
 
 
 class _SealedFile(IndexDataCacheFile):
-    """Numba's files, with a digest before the data, so that damaged data are never unpickled."""
+    """Numba's files, with a digest before the data, so that damaged data are never unpickled.
+
+    The data name the version and the processor that they are for. Otherwise a full disk, or
+    processors that share a folder without locks, could leave data that do not match the index.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        super().save(key, (self._version, key, data))
+
+    def load(self, key: Any) -> Any:
+        version, of_key, data = super().load(key) or (None, None, None)
+        return data if (version, of_key) == (self._version, key) else None
 
     def _save_data(self, name: str, content: Any) -> None:
         data = self._dump(content)
