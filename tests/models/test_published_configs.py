@@ -10,6 +10,7 @@ from family_configs import FAMILY_CONFIGS
 from odd_configs import family_config
 
 from gptmanager.errors import ConfigError
+from gptmanager.memory.kv_pool import PageShape
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.recurrent.state_space import StateSpace
 
@@ -106,6 +107,12 @@ def test_another_value_is_refused(name: str, field: str, value: Any) -> None:
 def test_kimi_k2_is_read_as_deepseek_v3() -> None:
     config = {**FAMILY_CONFIGS["deepseek_v3"], "model_type": "deepseek_v3"}
     assert read_spec({**config, "model_type": "kimi_k2"}) == read_spec(config)
+
+
+def test_iquest_coder_is_read_as_llama_with_its_own_defaults() -> None:
+    spec = read_spec({"model_type": "iquestcoder"})
+    assert (spec.family, spec.num_layers, spec.norms.eps) == ("llama", 80, 1e-5)
+    assert spec.pages[0] == PageShape(8, 128) and spec.max_seq_len == 131072
 
 
 def test_mistral_4_says_which_share_of_a_key_rotates() -> None:

@@ -42,20 +42,25 @@ CASES = [
     ),
 ]
 TIED = """
-    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fun_asr_nano gemma3 gemma4 glmasr
-    got_ocr2 granite_speech granite_speech_plus internvl janus kimi_k25 lfm2_vl lighton_ocr mistral3
-    ovis2 qwen3_asr
+    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fun_asr_nano gemma3 gemma4
+    gemma4_unified glmasr got_ocr2 granite_speech granite_speech_plus hyperclovax_vision_v2 internvl
+    janus kimi_k25 lfm2_vl lighton_ocr minicpm_ocr mistral3 ovis2 paddleocr_vl qwen3_asr
+    vlm
 """.split()  # transformers 5
 TIED_BY_TEXT_MODEL = ("internvl_chat", "kimi_vl", "llama4", "qwen2_audio", "voxtral")
 # transformers 5.17 does not have them
-OWN_CODE = ("internvl_chat", "kimi_vl", "nemotron_h_omni", "NemotronH_Nano_VL_V2", "phi4mm")
+OWN_CODE = (
+    *("hyperclovax_vision_v2", "internvl_chat", "kimi_vl", "minicpm_ocr", "minicpmv4_7"),
+    *("nemotron_h_omni", "NemotronH_Nano_VL_V2", "phi4mm", "vlm"),
+)
 FLAT = ("phi4_multimodal",)  # their configs have no `text_config`
 ONE = torch.ones(1)
 _MEDIA = """
     vision_tower.patch.weight model.visual.merger.bias model.aligner.fc1.weight
     model.merger.mlp.bias model.generation_head.out.weight model.vqmodel.encoder.bias
     model.high_res_vision_alpha model.vision_encoder.ln.weight model.vision_projection.norm.weight
-    model.video_tower.ln.bias sound_encoder.ln.bias
+    model.video_tower.ln.bias sound_encoder.ln.bias mlp_AR.pre_norm.bias
+    model.layerwise_projectors.0.norm.bias model.spatial_projectors.0.norm.bias
 """
 MEDIA = {name: torch.ones(2) for name in _MEDIA.split()}
 
@@ -92,7 +97,8 @@ def test_where_a_wrapper_and_its_text_model_differ_the_files_decide_on_ties(name
     """transformers 5 reads the wrapper's field, and unties matrices that differ."""
     text = family_config(TEXT_FAMILIES[name].replace("qwen3_vl_moe_text", "qwen3_moe"))
     text["model_type"] = TEXT_FAMILIES[name]
-    default = FAMILIES[TEXT_FAMILIES[name]].defaults.get("tie_word_embeddings", False)
+    defaults = {**FAMILIES[TEXT_FAMILIES[name]].defaults, **TEXT_DEFAULTS.get(f"{name}_text", {})}
+    default = defaults.get("tie_word_embeddings", False)
     for own, outer in itertools.product((True, False, None), repeat=2):
         config = {"model_type": name, "text_config": {**text, "tie_word_embeddings": own}}
         config["tie_word_embeddings"] = outer

@@ -36,15 +36,22 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "fun_asr_nano": "qwen3",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_text",
+    "gemma4_unified_text": "gemma4_text",
     "glmasr": "llama",
+    "glm_ocr": "glm4",
+    "glm_ocr_text": "glm4",
     "glm4v": "glm4",
     "glm4v_text": "glm4",
     "glm46v": "glm4",
     "glm4v_moe": "glm4_moe",
     "glm4v_moe_text": "glm4_moe",
     "got_ocr2": "qwen2",
+    "granite4_vision": "granite",
+    "granite4_vision_text": "granite",
     "granite_speech": "granite",
     "granite_speech_plus": "granite",
+    "hyperclovax_vision_v2": "hyperclovax",
     "idefics2": "mistral",
     "idefics3": "llama",
     "internvl": "qwen2",
@@ -59,14 +66,19 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "llava_next": "llama",
     "llava_next_video": "llama",
     "llava_onevision": "qwen2",
+    "minicpm_ocr": "qwen3_5_text",
     "minicpmv4_6": "qwen3_5_text",
+    "minicpmv4_7": "qwen3_5_text",
     "mistral3": "mistral",
     "NemotronH_Nano_VL_V2": "nemotron_h",
     "nemotron_h_omni": "nemotron_h",
     "ovis2": "qwen2",
+    "paddleocr_vl": "llama",
+    "paddleocr_vl_text": "llama",
     "perception_lm": "llama",
     "phi4_multimodal": "phi3",
     "phi4mm": "phi3",
+    "qianfan_ocr": "qwen3",
     "qwen2_5_omni": "qwen2",
     "qwen2_5_omni_thinker": "qwen2",
     "qwen2_5_omni_text": "qwen2",
@@ -88,10 +100,11 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "video_llama_3": "qwen2",
     "video_llava": "llama",
     "vipllava": "llama",
+    "vlm": "hyperclovax",  # as HyperCLOVA X SEED Think 32B is published
     "voxtral": "llama",
 }
 # Model types of published configs -> the family that these models are of.
-_OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
+_OTHER_NAMES = {"iquestcoder": "llama", "kimi_k2": "deepseek_v3"}
 _FAMILIES = {**TEXT_FAMILIES, **_OTHER_NAMES}
 _QWEN2_VL: Mapping[str, Any] = {
     **_sizes(152064, 8192, 29568, 80, 64),
@@ -100,22 +113,42 @@ _QWEN2_VL: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
 }
-# Type of a text model -> fields that wrappers may leave out, with the defaults of transformers if
+# Type of a text model -> fields that configs may leave out, with the defaults of transformers if
 # they are not those of the family. Published Gemma 3 and LLaVA leave out sizes.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "gemma4_unified_text": {
+        **_sizes(262144, 2304, 9216, 30, 8),
+        **{"num_key_value_heads": 4, "max_position_embeddings": 262144, "sliding_window": 1024},
+        **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    },
     "glm4v_text": {
         **_sizes(151552, 4096, 13696, 40, 32),
         **{"head_dim": None, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
         "partial_rotary_factor": 1.0,
     },
+    "glm_ocr_text": {
+        **_sizes(59392, 1024, 4096, 16, 16),
+        **{"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072},
+        **{"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "attention_bias": False},
+    },
     "glm4v_moe_text": {
         **_sizes(151424, 4096, 10944, 46, 96),
         **{"attention_bias": True, "max_position_embeddings": 65536},
     },
+    "iquestcoder": {
+        **_sizes(76800, 5120, 27648, 80, 40),
+        **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072},
+        "rms_norm_eps": 1e-5,
+    },
     "lfm2": _sizes(65536, 2560, 12288, 32, 32),
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "mistral": _sizes(32000, 4096, 14336, 32, 32),
+    "paddleocr_vl_text": {
+        **_sizes(103424, 1024, 3072, 18, 16),
+        **{"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 131072},
+        **{"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    },
     "qwen2": _sizes(151936, 4096, 22016, 32, 32),
     "qwen2_5_omni_text": {
         **_sizes(152064, 3584, 18944, 28, 28),
@@ -146,16 +179,18 @@ PREFIXES: Mapping[str, str] = {
 MEDIA = re.compile(
     r"^(model\.|thinker\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower"
     r"|audio_model|embed_vision|embed_audio|image_newline|connector|encoder|mlp1|mm_projector"
-    r"|projector|talker|token2wav|code2wav|visual_embeddings_table|image_tower|video_tower|aligner"
-    r"|high_res_vision_\w+|vqmodel|generation_\w+|vision_encoder|vision_projection|merger"
-    r"|sound_encoder|sound_projection|embed_tokens_extend)\b|\.lora_[AB]\.(speech|vision)\."
+    r"|projector|mlp_AR|talker|token2wav|code2wav|visual_embeddings_table|image_tower|video_tower"
+    r"|aligner|layerwise_projectors|spatial_projectors|high_res_vision_\w+|vqmodel|generation_\w+"
+    r"|vision_encoder|vision_projection|merger|sound_encoder|sound_projection"
+    r"|embed_tokens_extend)\b|\.lora_[AB]\.(speech|vision)\."
 )
 # In transformers 5, `tie_word_embeddings` of these wrappers is true by default.
 _TIED_BY_DEFAULT = frozenset(
     """
-    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fun_asr_nano gemma3 gemma4 glmasr
-    got_ocr2 granite_speech granite_speech_plus internvl janus kimi_k25 lfm2_vl lighton_ocr mistral3
-    ovis2 qwen3_asr
+    aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid fun_asr_nano gemma3 gemma4
+    gemma4_unified glmasr got_ocr2 granite_speech granite_speech_plus hyperclovax_vision_v2 internvl
+    janus kimi_k25 lfm2_vl lighton_ocr minicpm_ocr mistral3 ovis2 paddleocr_vl qwen3_asr
+    vlm
     """.split()
 )
 # the wrapper's own field has no effect
@@ -197,7 +232,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not is_wrapper(config):
         name = config.get("model_type")
         if isinstance(name, str) and name in _OTHER_NAMES:
-            return {**config, "model_type": _OTHER_NAMES[name]}
+            return {**TEXT_DEFAULTS.get(name, {}), **config, "model_type": _OTHER_NAMES[name]}
         return config
     config = in_usual_form(config)
     wrapper, inner = config["model_type"], config.get("text_config")
