@@ -114,7 +114,9 @@ def serve_file(
         results = stack.enter_context(closing(Results(lines, tokenizer, file)))
         stack.callback(view.close)
         view.note(f"loading {options.model}")
-        queue = stack.enter_context(RequestQueue.for_checkpoint(options.model, max_pending=None))
+        queue = stack.enter_context(
+            RequestQueue.for_checkpoint(options.model, max_pending=None, tokenizer=tokenizer)
+        )
         recorder = Recorder(queue, is_watched=not view.quiet)
         manager = stack.enter_context(_manager(options, given, queue, recorder, sinks))
         queue.attach(manager)
