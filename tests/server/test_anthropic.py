@@ -64,6 +64,12 @@ def test_blocks(server):
     assert message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"] > 9
 
 
+def test_the_input_of_a_call_is_the_json_that_the_model_writes(server):
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    answer = ask(server, CALL.replace('"Rome"', str(10**30)), tools=[tool])
+    assert '"input":{"city": %d}' % 10**30 in answer.text
+
+
 def test_an_answer_without_a_text_has_a_block(server):
     message = ask(server, "").json()
     assert (message["content"], message["stop_reason"]) == (

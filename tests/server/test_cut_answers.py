@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import orjson
 import pytest
 from tool_answers import MADE, TOOLS, TWO
 
@@ -101,8 +102,9 @@ def messages(answer, pieces):
             block["input"] = json.loads(text)
         else:
             block[block["type"]] = text
-    assert writer.whole()["content"] == blocks
-    return blocks, writer.whole()["stop_reason"]
+    whole = orjson.loads(orjson.dumps(writer.whole()))
+    assert whole["content"] == blocks
+    return blocks, whole["stop_reason"]
 
 
 @pytest.mark.parametrize("protocol", [chat, responses, messages])

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
+
 from gptmanager.server.errors import ApiError, anthropic_error
 from gptmanager.server.http.responses import named_event
 
@@ -133,9 +135,16 @@ class MessageWriter:
 
 
 def _object(text: str) -> Any:
-    """Return the arguments of a call as an object, or {} if they are not a complete object."""
+    """Return the arguments of a call as JSON, or {} if they are not a complete object.
+
+    The JSON is that of the model: orjson would refuse integers of more than 64 bits.
+    """
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_int=float, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return orjson.Fragment(text) if isinstance(found, dict) else {}
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
