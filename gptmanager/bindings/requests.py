@@ -39,14 +39,6 @@ class InferenceRequest(gptmanager.InferenceRequest):
                 return None
             raise
 
-    def __reduce__(self) -> Any:
-        rebuild, arguments = super().__reduce__()
-        return _rebuilt, (rebuild.keywords, *arguments)
-
-
-def _rebuilt(keywords: dict[str, Any], request_id: int, tensors: Any) -> InferenceRequest:
-    return InferenceRequest(request_id, tensors, **keywords)
-
 
 @dataclass(slots=True, eq=False)
 class NamedTensor:

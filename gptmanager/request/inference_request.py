@@ -8,11 +8,10 @@ an unknown property or keyword or an invalid id raises an exception.
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple, Protocol, TypeVar, Union
+from typing import Any, NamedTuple, Protocol, SupportsIndex, TypeVar, Union
 
 import numpy as np
 import torch
@@ -191,14 +190,13 @@ class InferenceRequest:
         made.__dict__.update(self.__dict__, tensors=tensors)
         return made
 
-    def __reduce__(self) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if self.logits_post_processor is not None:
             raise TypeError(
                 f"request {self.request_id} cannot be pickled: its logits_post_processor is code "
                 "(set it in the process that serves the request)"
             )
-        keywords = {name: getattr(self, name) for name in KEYWORDS}
-        return functools.partial(InferenceRequest, **keywords), (self.request_id, self.tensors)
+        return super().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return f"InferenceRequest({self.request_id}, tensors={sorted(self.tensors)})"

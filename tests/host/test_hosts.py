@@ -179,12 +179,19 @@ def test_a_request_is_the_managers_own_once_get_has_returned_it(host):
     assert len(host.of(1)) == 1
 
 
+class OwnRequest(InferenceRequest):
+    """A subclass of a host."""
+
+
 @pytest.mark.parametrize(
     "clone", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
 )
 def test_requests_and_options_are_copied_and_pickled_whole(clone):
-    given = request(5, [1, 2], 3, temperature=0.5, is_streaming=True, client_id=9, cache_salt="x")
+    given = OwnRequest.from_tokens(
+        5, [1, 2], 3, temperature=0.5, is_streaming=True, client_id=9, cache_salt="x"
+    )
     copied = clone(given)
+    assert type(copied) is OwnRequest
     assert (copied.request_id, copied.is_streaming, copied.client_id) == (5, True, 9)
     copied.retention_priority = 3
     assert given.retention_priority is None
