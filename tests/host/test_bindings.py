@@ -366,3 +366,8 @@ def test_other_names_of_the_old_module_say_what_to_use(name, tells):
     with pytest.raises(AttributeError, match=tells):
         getattr(tb, name)
     assert name not in dir(tb)
+
+
+def test_other_names_of_its_executor_say_what_to_use():
+    with pytest.raises(AttributeError, match="has no Request: in place of an Executor"):
+        _ = tb.executor.Request
