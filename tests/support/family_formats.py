@@ -155,13 +155,14 @@ Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 def separated(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Write experts that a layer has in one tensor as modules, which libraries do to pack them."""
     found: dict[str, Tensor] = {}
+    hidden = next((it.shape[1] for key, it in state.items() if "embed_tokens" in key), 0)
     for key, tensor in state.items():
         match = re.fullmatch(r"(.*experts)\.(gate_up|down)_proj(_bias)?", key)
         if match is None:
             found[key] = tensor
             continue
         module, kind, is_bias = match.groups()
-        is_out_in = is_bias or ".mlp." not in module and ".feed_forward." not in module
+        is_out_in = is_bias or tensor.shape[1 if kind == "down" else 2] == hidden
         own = tensor if is_out_in else tensor.mT
         is_mixed = f"{module}.gate_up_proj_bias" in state  # gpt-oss
         halves = (own[:, ::2], own[:, 1::2]) if is_mixed else own.chunk(2, 1)

@@ -62,6 +62,12 @@ def mlx_folder(name: str, target: Path) -> Path:
     return target
 
 
+def _stack(module: str, config: Mapping[str, Any]) -> str:
+    """Return the prefix of the tensors with all experts of a module."""
+    ending = _STACK.get(config["model_type"])
+    return module.removesuffix("experts") + "switch_mlp." if ending is None else module + ending
+
+
 def _apart(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Split the gates of Granite from their other halves, and keys of DeepSeek V3 from values."""
     found: dict[str, Tensor] = {}
@@ -76,11 +82,11 @@ def _apart(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, 
         elif key.endswith("experts.gate_up_proj") and config["model_type"] != "gpt_oss":
             # Llama 4 stores [in, out]
             whole = tensor if tensor.shape[2] == config["hidden_size"] else tensor.mT
-            own = module + _STACK[config["model_type"]]
+            own = _stack(module, config)
             gate, up = whole.chunk(2, dim=-2)
             found |= {f"{own}gate_proj.weight": gate, f"{own}up_proj.weight": up}
         elif key.endswith("experts.down_proj") and config["model_type"] != "gpt_oss":
-            own = module + _STACK[config["model_type"]]
+            own = _stack(module, config)
             whole = tensor if tensor.shape[1] == config["hidden_size"] else tensor.mT
             found[f"{own}down_proj.weight"] = whole
         elif "shared_mlp" in key and config.get("num_local_experts"):
