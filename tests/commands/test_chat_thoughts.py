@@ -135,7 +135,8 @@ def test_a_terminal_dims_thoughts(monkeypatch, no_color):
     assert plain == "\n".join(lines) + "d\N{REPLACEMENT CHARACTER}"
     assert ("\x1b[2m" in out.getvalue()) is not bool(no_color)
     assert "\x1b[2md" not in out.getvalue()
-    assert [span.style for span in _styled(transcript.pieces).spans] == ["dim"] * 4
+    styles = [span.style for span in _styled(transcript.pieces).spans]
+    assert [it for it in styles if it] == ["dim"] * 4  # before rich 13.4, plain text has a span
 
 
 def test_hidden_thoughts_on_a_terminal_leave_a_line_that_is_redrawn(monkeypatch, capsys):

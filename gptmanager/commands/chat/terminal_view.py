@@ -152,11 +152,14 @@ def _styled(pieces: Sequence[Piece]) -> Text:
 def _columns(texts: Sequence[Text], width: int, height: int) -> Table:
     """Return a table with a column for each text, which shows the last lines of the text."""
     size = max(8, (width - _GAP * (len(texts) - 1)) // len(texts))
-    table = Table.grid(padding=(0, _GAP, 0, 0), pad_edge=False)
-    ends = []
+    # not `padding`: before rich 14.3, it narrows the columns, also at the end of a row
+    table, cells = Table.grid(), list[Text]()
     for text in texts:
+        if cells:
+            table.add_column(width=_GAP)
+            cells.append(Text())
         table.add_column(width=size)
         lines = text.wrap(console(io.StringIO()), size)
-        ends.append(Text("\n").join(lines[-max(1, height - 3) :]))
-    table.add_row(*ends)
+        cells.append(Text("\n").join(lines[-max(1, height - 3) :]))
+    table.add_row(*cells)
     return table
