@@ -34,8 +34,8 @@ _KINDS: Mapping[str, frozenset[str]] = {
 }
 _OF_PHIMOE = ("short_mscale", "long_mscale")  # attention factors of longrope
 _FROM_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
-# "su" is what the first configs of Phi 3 call longrope
-_OTHER_NAMES = {"mrope": "default", "su": "longrope"}
+# "su" is what the first configs of Phi 3 call longrope, "deepseek_yarn" what Sarvam calls yarn
+_OTHER_NAMES = {"deepseek_yarn": "yarn", "mrope": "default", "su": "longrope"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def save_family_adapter(name: str, folder: Path) -> dict[str, Tensor]:
     """Save an adapter in PEFT's form; return the checkpoint's tensors merged with it."""
     generator = torch.Generator().manual_seed(7)
     state, transposed = load_file(family_folder(name) / "model.safetensors"), name == "gpt2"
-    other = re.compile(_OTHER + (r"|q_proj" if "deepseek" in name else ""))
+    other = re.compile(_OTHER + (r"|q_proj" if name.startswith(("deepseek", "sarvam_mla")) else ""))
     modules = [
         key.removesuffix(".weight")
         for key, tensor in state.items()

@@ -207,6 +207,10 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
     "granitemoeshared": {**_TOP2, **_LOCAL, **_GRANITE, "shared_intermediate_size": 32},
     "glm4_moe": {**_ROUTED, **_HALF, "use_qk_norm": True, "first_k_dense_replace": 1},
     "solar_open": {**_ROUTED, "head_dim": 16},
+    "sarvam_moe": {
+        **{**_MOE, "num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": True},
+        **{"head_dim": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5},
+    },
     "dots1": {**_ROUTED, "first_k_dense_replace": 1},
     "minimax_m2": {**_TOP2, **_LOCAL, "head_dim": 16},
     "ernie4_5_moe": {
@@ -247,6 +251,10 @@ FAMILY_CONFIGS: Mapping[str, dict[str, Any]] = {
         "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
     },
     "glm4_moe_lite": {**_ROUTED, **_LATENT, "mlp_layer_types": ["dense", "sparse"] * 2},
+    "sarvam_mla": {
+        **{**_MOE, **_LATENT, "num_experts": 4, "num_shared_experts": 1, "q_lora_rank": None},
+        "rope_parameters": {**_YARN, "rope_type": "deepseek_yarn", "mscale_all_dim": 1.0},
+    },
     "mistral4": {
         **{**_ROUTED, **_LATENT, "first_k_dense_replace": 1},
         "rope_parameters": {

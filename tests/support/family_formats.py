@@ -155,7 +155,8 @@ Checkpoint = tuple[dict[str, Any], dict[str, Tensor]]
 def separated(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Write experts that a layer has in one tensor as modules, which libraries do to pack them."""
     found: dict[str, Tensor] = {}
-    hidden = next((it.shape[1] for key, it in state.items() if "embed_tokens" in key), 0)
+    embedding = re.compile("(embed_tokens|word_embeddings).weight$")
+    hidden = next((it.shape[1] for key, it in state.items() if embedding.search(key)), 0)
     for key, tensor in state.items():
         match = re.fullmatch(r"(.*experts)\.(gate_up|down)_proj(_bias)?", key)
         if match is None:

@@ -33,6 +33,14 @@ _INTERNLM2 = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
+_SARVAM = {
+    "embed_tokens": "word_embeddings",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+    "self_attn": "attention",
+    "e_score_correction_bias": "expert_bias",
+}
 
 
 class Renamed(NamedTuple):
@@ -70,6 +78,15 @@ def _internlm2(state: State, config: Config) -> State:
         parts = [found.pop(name.replace("q_proj", f"{it}_proj")) for it in "qkv"]
         heads = [it.unflatten(0, (config["num_key_value_heads"], -1)) for it in parts]
         found[name.replace("q_proj", "wqkv")] = torch.cat(heads, 1).flatten(0, 1)
+    return found
+
+
+def _sarvam(state: State, config: Config) -> State:
+    """Join queries, keys and values."""
+    found = dict(_by_names(_SARVAM)(state, config))
+    for name in [it for it in found if ".q_proj." in it]:
+        parts = [found.pop(name.replace("q_proj", f"{it}_proj")) for it in "qkv"]
+        found[name.replace("q_proj", "query_key_value")] = torch.cat(parts)
     return found
 
 
@@ -111,6 +128,31 @@ RENAMED: Mapping[str, Renamed] = {
             logits_scaling=given["hidden_size"] / given["dim_model_base"],
             attention_multiplier=(given["hidden_size"] / given["num_attention_heads"]) ** -0.5,
             rms_norm_eps=1e-6,
+        ),
+        _same,
+    ),
+    "sarvam_moe": Renamed(
+        "glm4_moe",
+        lambda given: _without(
+            given,
+            *("num_experts", "num_shared_experts", "use_qkv_bias"),
+            n_routed_experts=given["num_experts"],
+            n_shared_experts=given["num_shared_experts"],
+            attention_bias=given["use_qkv_bias"],
+            **{"partial_rotary_factor": 1.0, "use_qk_norm": True, "rms_norm_eps": 1e-6},
+            **{"rope_theta": 8e6, "first_k_dense_replace": 1},
+        ),
+        _sarvam,
+    ),
+    "sarvam_mla": Renamed(
+        "deepseek_v3",
+        lambda given: _without(
+            given,
+            *("num_experts", "num_shared_experts"),
+            n_routed_experts=given["num_experts"],
+            n_shared_experts=given["num_shared_experts"],
+            rope_parameters={**given["rope_parameters"], "rope_type": "yarn"},
+            **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
         ),
         _same,
     ),

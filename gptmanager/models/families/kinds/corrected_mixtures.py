@@ -22,6 +22,7 @@ from gptmanager.models.families.names import (
     SWITCHED_EXPERTS,
     layer_names,
     llama_names,
+    tensor_names,
 )
 from gptmanager.models.families.readers import experts_of
 from gptmanager.models.fields import Fields
@@ -98,6 +99,52 @@ CORRECTED_MIXTURES: Mapping[str, Family] = {
             "first_k_dense_replace": 0,
         },
         norms=Norms(),
+    ),
+    "sarvam_moe": replace(
+        _GLM4_MOE,
+        title="Sarvam 30B",
+        tensors=tensor_names(
+            "model.layers.{}.",
+            embedding="model.word_embeddings",
+            final_norm="model.norm",
+            attention_norm="input_layernorm",
+            qkv="attention.query_key_value",
+            q_norm="attention.query_layernorm",
+            k_norm="attention.key_layernorm",
+            out="attention.dense",
+            mlp_norm="post_attention_layernorm",
+            correction="mlp.gate.expert_bias",
+            **{**EXPERTS, **SHARED},
+        ),
+        other_tensors={  # as models of transformers have them
+            **layer_names(**IN_ONE),
+            **layer_names(**{it: f"self_attn.{it}_proj" for it in "qkv"}),
+            **layer_names(
+                q_norm="self_attn.q_norm",
+                k_norm="self_attn.k_norm",
+                out="self_attn.o_proj",
+                correction="mlp.gate.e_score_correction_bias",
+            ),
+            "model.embed_tokens": ("embedding", None),
+        },
+        spellings={
+            **_GLM4_MOE.spellings,
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+            "attention_bias": "use_qkv_bias",
+        },
+        defaults={
+            **_GLM4_MOE.defaults,
+            "norm_eps": 1e-6,
+            "rope_theta": 8e6,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+            "partial_rotary_factor": 1.0,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
     ),
     "dots1": replace(
         _GLM4_MOE,

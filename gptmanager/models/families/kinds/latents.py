@@ -49,7 +49,7 @@ def _attention(fields: Fields, layer: int, value_dim: int | None = None) -> Mapp
     """Return further fields of a layer's `Attention`. `value_dim`: used if a config has none."""
     readers.as_many_kv_heads(fields, layer)
     rope_dim = fields.size("head_dim")
-    fields.note_read("qk_head_dim")
+    fields.note_read("qk_head_dim", "q_head_dim")
     latent = Latent(
         rank=fields.size("kv_lora_rank"),
         query_rank=0 if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
@@ -212,6 +212,23 @@ LATENTS: Mapping[str, Family] = {
             "first_k_dense_replace": 1,
         },
         experts=_corrected(readers.listed_layers_dense),
+    ),
+    "sarvam_mla": replace(
+        _V3,
+        title="Sarvam 105B",
+        spellings={
+            **_V3.spellings,
+            "n_routed_experts": "num_experts",
+            "n_shared_experts": "num_shared_experts",
+        },
+        defaults={
+            **_V3.defaults,
+            "q_lora_rank": None,
+            "n_routed_experts": 128,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
     ),
     "mistral4": replace(
         _V3,
