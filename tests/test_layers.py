@@ -106,6 +106,7 @@ kernels/                      all operations of a model in torch, and compiled o
         inner_functions       functions that only compiled functions call
         lanes                 SIMD intrinsics for Numba
         dtypes                loads and stores of any dtype as float32 lanes
+        byte_tables           lookups of bytes in a table of sixteen
         tiles                 tiles of sixteen rows, transposed in registers
         pairs                 dot products of bfloat16 pairs, if the CPU has them
         threads               compiled functions on torch's threads
@@ -304,6 +305,7 @@ models/                       decoder networks, and the table of families
         vendor_schemes        the schemes of ModelOpt and Quark
         scheme                how a checkpoint is quantized, from its config
         matrices              quantized matrices, which return their rows as stored or as floats
+        float4                matrices of 4-bit floats, with their rows as stored or in groups
         codebooks             matrices of bitsandbytes in 4 bits, checked
         mlx                   matrices that MLX has quantized, checked
         modelopt              matrices that only ModelOpt writes

@@ -17,6 +17,7 @@ from gptmanager.kernels.compilation import compile_all
 from gptmanager.kernels.embedding_lookup import embed
 from gptmanager.kernels.experts import routing_loops
 from gptmanager.kernels.gemm.grouped_matmul import multiply_group
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS
 from gptmanager.kernels.gemm.int4_matrix import INT4
 from gptmanager.kernels.gemm.matmul_plan import can_be_packed, matmul_bodies
 from gptmanager.kernels.gemm.packed_matrix import Quantized
@@ -25,7 +26,7 @@ from gptmanager.kernels.lora.adapters import add as add_adapters
 from gptmanager.kernels.recurrent import convolution_loops, delta_loops, state_space_loops
 from gptmanager.kernels.simd.machine_code import Body
 
-_STORED = {"int8": torch.int8, "int4": INT4}
+_STORED = {"int8": torch.int8, "int4": INT4, "e2m1": INT4, "iq4": INT4}
 _OF_LAYERS: Mapping[str, tuple[Body, ...]] = {
     "experts": (multiply_group, *routing_loops.BODIES),
     "latents": (multiply_heads,),
@@ -48,10 +49,15 @@ def bodies_of_model(
         return []
     matmuls: Sequence[Body] = ()
     if dtype is not None:
-        stored = {_STORED[kind] for kind in quantized if can_be_packed(dtype, kind)}
+        kinds = [kind for kind in quantized if can_be_packed(dtype, kind)]
+        stored = {(_STORED[kind], kind in CODEBOOKS) for kind in kinds}
         if not quantized and can_be_packed(dtype):
-            stored = {dtype}
-        matmuls = [body for kind in stored for body in matmul_bodies(kind, deterministic)]
+            stored = {(dtype, False)}
+        matmuls = [
+            body
+            for kind, has_codebook in stored
+            for body in matmul_bodies(kind, deterministic, has_codebook)
+        ]
     return [
         paged_attention.attention,
         *matmuls,

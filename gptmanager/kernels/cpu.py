@@ -37,6 +37,7 @@ from gptmanager.kernels.compiled_bodies import (
 from gptmanager.kernels.cpu_experts import CpuExperts
 from gptmanager.kernels.cpu_matmuls import PARTS_PER_THREAD, SCATTERED, SMALL_MATMUL
 from gptmanager.kernels.embedding_lookup import EmbeddingTask, embed
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, Matrix, PackedMatrix, Quantized
 from gptmanager.kernels.lora.adapter_arguments import StepAdapters
@@ -152,8 +153,9 @@ class CpuKernels(CpuExperts):
 
     def _embed(self, result: Tensor, ids: Tensor, table: Matrix, *, adds: bool) -> None:
         num_rows, width = table.shape
-        groups = minima = None
+        groups = minima = codebook = None
         if isinstance(table, Int4Matrix):
+            codebook = None if table.codebook is None else CODEBOOKS[table.codebook]
             values, scales, groups, minima = table.values, None, table.scales, table.minima
             lanes, positions, panel = PANEL_ROWS, 4, PANEL_ROWS * table.depth // 2
         elif isinstance(table, PackedMatrix):
@@ -167,6 +169,7 @@ class CpuKernels(CpuExperts):
             scales=address_of(scales, torch.float32),
             groups=address_of(groups, torch.float16),
             minima=address_of(minima, torch.float16),
+            codebook=address_of(codebook, torch.int8),
             wide=self._team.scratch(4 * width * self._team.max_size),
             result=address_of(result, table.dtype),
             num_tokens=len(ids),

@@ -50,6 +50,7 @@ class CpuMatmuls(Kernels):
 
     quantized_kinds: tuple[Quantized, ...] = ("int8", "int4")
     expert_kinds: tuple[Quantized, ...] = ("int8", "int4")
+    group_kinds: tuple[Quantized, ...] = ("int4", "e2m1", "iq4")
 
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)
@@ -67,6 +68,8 @@ class CpuMatmuls(Kernels):
             return None
         if quantized == "int4":
             matrix: PackedMatrix = Int4Matrix(rows, columns, dtype)
+        elif quantized == "e2m1" or quantized == "iq4":
+            matrix = Int4Matrix(rows, columns, dtype, codebook=quantized)
         else:
             matrix = PackedMatrix(rows, columns, dtype, quantized == "int8")
         self._plan(matrix)  # compiles the machine code that is still missing

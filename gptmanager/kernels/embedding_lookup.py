@@ -36,7 +36,7 @@ class EmbeddingTask(ctypes.Structure):
     Element k of row i is at index
     `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`. In a 4-bit
     table, this is the index of byte k of row i. Each group of 32 elements takes 16 bytes; byte j of
-    a group holds its elements j and j + 16 (see `Int4Matrix`). `wide` is scratch, float32 `[width]`
+    a group holds its elements j and j + 16 (see `Int4Matrix`). `codebook`: see `MatmulTask`. `wide` is scratch, float32 `[width]`
     for each thread. `dtype` is the dtype of `result`, and of a table that is not quantized. An int8
     table has `scales`, one for each row. A 4-bit table has `groups`, the scales of its groups, and
     maybe `minima`. With `adds`, rows are added to `result`; the table is then not quantized.
@@ -44,7 +44,7 @@ class EmbeddingTask(ctypes.Structure):
 
     _fields_ = task_fields(
         "ids table scales wide result num_tokens num_rows width lanes panel positions step dtype"
-        " adds groups minima"
+        " adds groups minima codebook"
     )
 
 
@@ -61,8 +61,11 @@ def _widen_groups(t: Any, row: int, first: int, wide: int) -> None:
         value = get_half_byte(t.table, index, k % 32 // 16)
         place = (row // t.lanes * count + group) * t.lanes + row % t.lanes
         scale = get_half(t.groups, place)
-        offset = get_half(t.minima, place) if t.minima else np.float32(-8.0) * scale
-        put(wide, k, value * scale + offset)
+        if t.codebook:
+            put(wide, k, get_byte(t.codebook, value) * scale)
+        else:
+            offset = get_half(t.minima, place) if t.minima else np.float32(-8.0) * scale
+            put(wide, k, value * scale + offset)
 
 
 @loop

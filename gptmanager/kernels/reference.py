@@ -56,12 +56,14 @@ class Kernels(RecurrentOps, MixtureOps, HeadOps):
     `has_float64` is True if the ops accept float64. `plans_experts` is True if `experts` never
     waits for the device; if it is False, steps of models with experts cannot be captured.
     `quantized_kinds` are the supported formats of quantized matrices, and `expert_kinds` those of
-    the matrices of experts.
+    the matrices of experts. `group_kinds` are the formats of 4-bit groups that can be kept as a
+    checkpoint has them.
     """
 
     has_float64, plans_experts = True, False
     quantized_kinds: tuple[Quantized, ...] = ()
     expert_kinds: tuple[Quantized, ...] = ()
+    group_kinds: tuple[Quantized, ...] = ("int4",)
 
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic

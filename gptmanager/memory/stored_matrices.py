@@ -63,16 +63,17 @@ def packed_pieces(
 ) -> Iterator[tuple[int, Any]] | None:
     """Return an iterator of (first index, slice) over `rows`, or None if only floats can be read.
 
-    A slice is `Groups` or `PackedGroups` if the tensor is int4 both in the source and in the
-    storage. A slice is `Codes` if the source has codes and the storage is int8.
+    A slice is `Groups` or `PackedGroups` if the tensor has groups both in the source and in the
+    storage, of the same kind. A slice is `Codes` if the source has codes and the storage is int8.
     """
     info = source.describe()[name]
-    if isinstance(storage, Int4Matrix):
-        if not info.in_groups or place.transposed:
-            return None
-        return cast(GroupedSource, source).groups(name, max_bytes, rows)
     # the rows of a matrix are outputs, unless it is transposed; then its columns are outputs
     has_outputs = info.codes == ("columns" if place.transposed else "rows")
+    if isinstance(storage, Int4Matrix):
+        has_groups = has_outputs if info.codes else not place.transposed
+        if info.groups != storage.kind or not has_groups:
+            return None
+        return cast(GroupedSource, source).groups(name, max_bytes, rows)
     if has_outputs and isinstance(storage, PackedMatrix) and storage.takes_codes:
         return cast(CodedSource, source).codes(name, max_bytes, rows)
     return None

@@ -18,7 +18,7 @@ from torch import Tensor
 from gptmanager.config import ProgressCallback
 from gptmanager.environment.machine.memory import free_memory_bytes
 from gptmanager.errors import ConfigError, error_summary
-from gptmanager.kernels.gemm.int4_groups import GROUP
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, GROUP
 from gptmanager.kernels.gemm.packed_matrix import Matrix, PackedMatrix, Quantized, stored
 from gptmanager.memory.checkpoint.tensor_sources import StateDict, TensorInfo, TensorSource
 from gptmanager.memory.places import (
@@ -36,7 +36,8 @@ from gptmanager.memory.tensor_checks import check_tensor, check_values, refuse_t
 from gptmanager.memory.tensor_copies import MIN_PIECE_BYTES, TensorCopies
 
 NewMatrix = Callable[[int, int, torch.dtype, Quantized | None], PackedMatrix | None]
-_BYTES = {"int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / GROUP}  # bytes per element
+# bytes per element
+_BYTES = {"int8": 1.0, "fp8": 1.0, **dict.fromkeys(("int4", *CODEBOOKS), 0.5 + 2 / GROUP)}
 
 
 class Weights:
@@ -46,8 +47,8 @@ class Weights:
     the destinations of all tensors by name. A name in the checkpoint may lack `prefix`. If the name
     begins with a key of `prefixes`, the key is replaced by its value. Tensors without a place are
     skipped if their names match `ignored`; otherwise they are an error.
-    Parameters in `wide` are kept in float32 at least, and matrices in `quantized` in fewer bits. If
-    `keeps_groups`, matrices in `quantized` that are int4 in the first source stay int4. `cuts` has
+    Parameters in `wide` are kept in float32 at least, and matrices in `quantized` in fewer bits. Matrices
+    in `quantized` that have groups of a kind in `kept_groups` in the first source keep them. `cuts` has
     the part to keep of each parameter; by default, all are kept whole. `shapes` and `places`
     describe whole parameters. The first `load` allocates the storage. A parameter in `matrices` is
     stored in the result of `new_matrix(rows, columns, dtype, quantized)`, or in a tensor if this
@@ -68,7 +69,7 @@ class Weights:
         matrices: Collection[str] = (),
         new_matrix: NewMatrix = lambda *_: None,
         quantized: Mapping[str, Quantized] = MappingProxyType({}),
-        keeps_groups: bool = False,
+        kept_groups: Collection[Quantized] = (),
         wide: Collection[str] = (),
         cuts: Mapping[str, Cut] | None = None,
         as_source: Callable[[Mapping[str, Tensor]], TensorSource] = StateDict,
@@ -83,7 +84,7 @@ class Weights:
         self._dtype, self._device = dtype, device
         self._matrices, self._new_matrix = frozenset(matrices), new_matrix
         self._wide = frozenset(wide)
-        self._quantized, self._keeps_groups = quantized, keeps_groups
+        self._quantized, self._kept_groups = quantized, kept_groups
         self._storage: dict[str, Matrix] = {}
         self._mapped: list[str] = []  # matrices that are mapped from a file, and not changed since
 
@@ -132,8 +133,7 @@ class Weights:
         scales = self._cuts.keys() & {it.parameter for it in self._places.values() if it.scale}
         self._mapped = []
         if not self._storage:
-            if self._keeps_groups:
-                self._quantized = {**self._quantized, **self._in_groups(names, found)}
+            self._quantized = {**self._quantized, **self._in_groups(names, found)}
             cuts = {name: self._cuts[name] for name in self._matrices & self._cuts.keys()}
             kept_whole = [n for n, cut in cuts.items() if kept_shape(cut) == self._shapes[n]]
             panels = mapped_matrices(source, names, self._places, kept_whole)
@@ -191,10 +191,16 @@ class Weights:
     def _in_groups(
         self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
     ) -> dict[str, Quantized]:
-        """Return "int4" for each quantized matrix that is int4 in all its tensors of the source."""
-        places = self._places
-        others = {places[n].parameter for n, own in names.items() if not found[own].in_groups}
-        return dict.fromkeys(self._quantized.keys() - others, "int4")
+        """Return the kind of groups that all tensors of a quantized matrix have, if it is kept."""
+        kinds: dict[str, set[Quantized | None]] = {}
+        for name, own in names.items():
+            kinds.setdefault(self._places[name].parameter, set()).add(found[own].groups)
+        return {
+            name: kind
+            for name in self._quantized
+            for kind in self._kept_groups
+            if kinds.get(name) == {kind}
+        }
 
     def _allocate(self, scales: Collection[str], panels: Mapping[str, MappedMatrix]) -> list[str]:
         """Allocate the storage. Return the names of the matrices that are mapped from `panels`."""

@@ -19,6 +19,7 @@ import torch
 
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError, quoted_path, write_error
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.memory.checkpoint.safetensors_writer import SafetensorsWriter
@@ -26,6 +27,7 @@ from gptmanager.memory.checkpoint.tensor_sources import GroupedSource, TensorSou
 from gptmanager.memory.places import Place, name_in_places
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, open_tensors, read_config, read_part
 from gptmanager.models.converted_tensors import (
+    CODEBOOK,
     FIELD,
     MINIMUM,
     SCALE,
@@ -157,8 +159,8 @@ def _quantized(
                 f"weights_dtype = {weights_dtype!r}: tensor {name} is stored as [in, out], but "
                 "only matrices stored as [out, in] can be quantized; leave weights_dtype out"
             )
-        is_kept = info.in_groups and weights_dtype == "int4"
-        found[name] = "int4" if is_kept else kinds[place.parameter]
+        kept = info.groups if weights_dtype == "int4" else None
+        found[name] = kept or kinds[place.parameter]
     return found
 
 
@@ -180,7 +182,10 @@ def _write_tensors(
                     writer.write(name, piece.to(spec.dtype))
             else:
                 matrix = _quantized_matrix(source, name, kind)
-                for end, part in zip((*_ENDS, MINIMUM), matrix.panels, strict=True):
+                values, scales, minima, codebook = matrix.panels
+                numbers = None if codebook is None else CODEBOOKS[codebook].float()
+                ends = {"": values, SCALE: scales, MINIMUM: minima, CODEBOOK: numbers}
+                for end, part in ends.items():
                     if part is not None:
                         writer.write(name + end, part)
                 writer.write(name + SHAPE, torch.tensor(info.shape))
@@ -205,28 +210,31 @@ def _layout(
     given = source.describe()
     order = sorted(quantized, key=lambda name: (places[name].parameter, places[name].first_row))
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for kind, number in itertools.product(("int8", "int4"), range(len(_ENDS))):
+    for is_int8, number in itertools.product((True, False), range(len(_ENDS))):
         for name in order:
-            if quantized[name] == kind:
+            if (quantized[name] == "int8") is is_int8:
                 part = _new_matrix(quantized[name], given[name].shape).panels[:2][number]
                 found[name + _ENDS[number]] = tuple(part.shape), part.dtype
     for name in order:
         if quantized[name] == "int4" and _has_minima(source, name):
             found[name + MINIMUM] = found[name + SCALE]
-    # The size of each tensor above is a multiple of 8 bytes, so these int64 tensors are aligned.
+    # The size of each tensor above is a multiple of 8 bytes, so those below are aligned.
+    in_codebook = [name for name in order if quantized[name] in CODEBOOKS]
+    found |= {name + CODEBOOK: ((16,), torch.float32) for name in in_codebook}
     found |= {name + SHAPE: ((2,), torch.int64) for name in order}
     rest = given.keys() - quantized.keys()
     return found | {name: (given[name].shape, spec.dtype) for name in given if name in rest}
 
 
 def _new_matrix(kind: Quantized, shape: tuple[int, ...]) -> PackedMatrix:
-    if kind == "int4":
-        return Int4Matrix(shape[0], shape[1], torch.float32)
+    if kind != "int8":
+        codebook = kind if kind in CODEBOOKS else None
+        return Int4Matrix(shape[0], shape[1], torch.float32, codebook=codebook)
     return PackedMatrix(shape[0], shape[1], torch.float32, quantized=True)
 
 
 def _has_minima(source: TensorSource, name: str) -> bool:
-    if not source.describe()[name].in_groups:
+    if source.describe()[name].groups is None:
         return False
     [(_, first), *_] = cast(GroupedSource, source).groups(name, _PIECE_BYTES, range(1))
     return first.minima is not None
@@ -236,7 +244,7 @@ def _quantized_matrix(source: TensorSource, name: str, kind: Quantized) -> Packe
     info = source.describe()[name]
     matrix = _new_matrix(kind, info.shape)
     pieces: Iterable[tuple[int, Any]] = source.pieces(name, _PIECE_BYTES)
-    if kind == "int4" and info.in_groups:
+    if info.groups == kind:
         pieces = cast(GroupedSource, source).groups(name, _PIECE_BYTES, range(info.shape[0]))
     for start, piece in pieces:
         matrix.copy_(piece, start)

@@ -2,8 +2,8 @@
 
 A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`. The tensor with the
 matrix's name has its values, int8 `[panels, depth / 4, 16, 4]` or uint8 `[panels, groups, 4, 16,
-4]`. `<name>_scale` has the scales, `<name>_minimum` the minima, if any, and `<name>_shape` the
-shape `[rows, columns]`. If panels do not have 16 rows, or are padded to a depth that this machine
+4]`. `<name>_scale` has the scales, `<name>_minimum` the minima, if any, `<name>_codebook` the
+numbers of the codebook, if any, as float32 `[16]`, and `<name>_shape` the shape `[rows, columns]`. If panels do not have 16 rows, or are padded to a depth that this machine
 does not use, they are converted when they are read, not mapped into memory.
 """
 
@@ -17,16 +17,17 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, quoted
-from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, GROUP, Codebook, Groups
 from gptmanager.kernels.gemm.packed_matrix import Panels, Quantized
 from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 
 FIELD = "quantization_config"
 LAYOUT_VERSION = 4
-SCALE, MINIMUM, SHAPE = "_scale", "_minimum", "_shape"  # suffixes of tensor names
+# suffixes of tensor names
+SCALE, MINIMUM, CODEBOOK, SHAPE = "_scale", "_minimum", "_codebook", "_shape"
 _KINDS: Mapping[str, Quantized] = {"int8": "int8", "uint8": "int4"}  # by the dtype of values
-_SCALES = {"int8": "float32", "int4": "float16"}
+_SCALES = {"int8": "float32", **dict.fromkeys(("int4", *CODEBOOKS), "float16")}
 _TEMPORARIES = 2  # number of arrays of a piece's size that exist at once during its conversion
 _ANY_SIZE = 1 << 62
 
@@ -67,13 +68,30 @@ class ConvertedTensors:
         used: set[str] = set()
         for name, info in self._given.items():
             if info.dtype in _KINDS:
-                kind = self._kinds[name] = _KINDS[info.dtype]
+                kind = self._kinds[name] = self._codebook(name) or _KINDS[info.dtype]
                 shape = self._checked(name, info.shape, kind)
-                self._found[name] = TensorInfo(shape, "float32", kind == "int4")
-                used |= {name + end for end in (SCALE, MINIMUM, SHAPE)}
+                groups = None if kind == "int8" else kind
+                self._found[name] = TensorInfo(shape, "float32", groups)
+                used |= {name + end for end in (SCALE, MINIMUM, CODEBOOK, SHAPE)}
         self._found |= {
             n: it for n, it in self._given.items() if n not in self._found.keys() | used
         }
+
+    def _codebook(self, name: str) -> Codebook | None:
+        """Return the codebook of a matrix, or None if it has none."""
+        info = self._given.get(name + CODEBOOK)
+        if info is None:
+            return None
+        found = None
+        if self._given[name].dtype == "uint8" and info[:2] == ((16,), "float32"):
+            given = self._whole(name + CODEBOOK)
+            found = next((it for it, own in CODEBOOKS.items() if torch.equal(own, given)), None)
+        if found is None:
+            raise ConfigError(
+                f"tensor {tensor_name(name + CODEBOOK)} is not a codebook of this version; convert "
+                "the checkpoint again"
+            )
+        return found
 
     def _checked(self, name: str, stored: tuple[int, ...], kind: Quantized) -> tuple[int, int]:
         """Return the shape of a matrix, checked against `stored`, the shape of its values."""
@@ -86,7 +104,7 @@ class ConvertedTensors:
         rows, columns = self._whole(name + SHAPE).tolist()
         ends = {name + SCALE, *({name + MINIMUM} & self._given.keys())}
         scales = [self._given.get(end) for end in ends]
-        in_groups = kind == "int4"
+        in_groups = kind != "int8"
         is_right = len(stored) == (5 if in_groups else 4) and min(rows, columns, *stored) > 0
         if is_right:
             panels, depth, lanes = stored[0], stored[1], stored[3 if in_groups else 2]
@@ -113,7 +131,7 @@ class ConvertedTensors:
             yield from self._source.pieces(name, max_bytes, region)
             return
         rows, columns = region or map(range, self._found[name].shape)
-        if kind == "int4":
+        if kind != "int8":
             for start, groups in self.groups(name, max_bytes // _TEMPORARIES, rows):
                 yield start, groups.floats()[:, columns.start : columns.stop]
             return
@@ -126,7 +144,8 @@ class ConvertedTensors:
             yield max(first - rows.start, 0), own.mul_(scales[first + skipped :][: len(own), None])
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
-        columns = self._found[name].shape[1]
+        columns, kind = self._found[name].shape[1], self._kinds[name]
+        codebook = kind if kind in CODEBOOKS else None
         ends = [SCALE, *([MINIMUM] if name + MINIMUM in self._given else [])]
         # Each byte has two values, which become two floats of 4 bytes.
         pieces = self._read(name, name, max_bytes // 8, rows)
@@ -144,7 +163,8 @@ class ConvertedTensors:
                 )
                 for end in ends
             ]
-            yield max(first - rows.start, 0), Groups(values, *(it[own] for it in parts))
+            scales, minima = parts[0][own], parts[1][own] if len(parts) > 1 else None
+            yield max(first - rows.start, 0), Groups(values, scales, minima, codebook)
 
     def _read(
         self, name: str, part: str, max_bytes: int, rows: range
@@ -177,14 +197,16 @@ class ConvertedTensors:
         if len({shape[1:] for shape in shapes}) > 1:
             return None
         count, first = sum(shape[0] for shape in shapes), self._given[names[0]]
-        of_scales = (count, *shapes[0][1:2], lanes) if kind == "int4" else (count * lanes,)
+        of_scales = (count, *shapes[0][1:2], lanes) if kind != "int8" else (count * lanes,)
         values = self._joined(names, "", first.dtype, (count, *shapes[0][1:]))
         scales = self._joined(names, SCALE, _SCALES[kind], of_scales)
         minima = None
         if any(name + MINIMUM in self._given for name in names):
             minima = self._joined(names, MINIMUM, _SCALES[kind], of_scales)
             values = values if minima is not None else None
-        return None if values is None or scales is None else Panels(values, scales, minima)
+        if values is None or scales is None:
+            return None
+        return Panels(values, scales, minima, kind if kind in CODEBOOKS else None)
 
     def _joined(
         self, names: Sequence[str], end: str, dtype: str, shape: tuple[int, ...]

@@ -197,17 +197,17 @@ def load_model(
     spec = read_spec(config, dtype=dtype, max_seq_len=max_seq_len, tensors=tensors.describe())
     _check_dtypes(spec, weights_dtype, kernels, device)
     spec = with_attention_options(spec, attention_window, sink, kv_cache_dtype)
-    keeps_groups = weights_dtype in ("int4", "file") and _has_groups(tensors)
+    kept_groups = _group_kinds(tensors, kernels) if weights_dtype in ("int4", "file") else set()
     quantized = quantized_parameters(spec, weights_dtype, head_dtype)
     if prepare is not None:
-        prepare(spec, {*quantized.values(), *(("int4",) if keeps_groups else ())})
+        prepare(spec, {*quantized.values(), *kept_groups})
     weights = Weights(
         **_parts(spec, layout),
         **_naming(spec, config),
         device=device,
         new_matrix=functools.partial(kernels.new_matrix, device=device),
         quantized=quantized,
-        keeps_groups=keeps_groups,
+        kept_groups=kept_groups,
     )
     _load(weights, tensors, on_progress)
     return CheckpointModel(spec, weights, kernels, device, collectives)
@@ -268,8 +268,10 @@ def _parts(spec: ModelSpec, layout: RankLayout) -> dict[str, Any]:
     }
 
 
-def _has_groups(tensors: TensorSource) -> bool:
-    return any(info.in_groups for info in tensors.describe().values())
+def _group_kinds(tensors: TensorSource, kernels: Kernels) -> set[Quantized]:
+    """Return the kinds of 4-bit groups in the checkpoint that these kernels support."""
+    found = {info.groups for info in tensors.describe().values()}
+    return {kind for kind in kernels.group_kinds if kind in found}
 
 
 def _either(*patterns: re.Pattern[str]) -> re.Pattern[str]:

@@ -4,26 +4,39 @@ this machine has, against float64."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import njit
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.gemm import int4_matmul, int4_tiles, int8_tiles, matmul_plan
-from gptmanager.kernels.gemm.int4_groups import GROUP, Groups
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, GROUP, Codebook, Groups
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.int4_tiles import GROUP_BYTES, SCALE_BYTES, widen_numbers_to_pairs
 from gptmanager.kernels.gemm.matmul_task import MATMUL_TASK
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.kernels.gemm.unit import unit_matmul
-from gptmanager.kernels.gemm.unit.int8_unit_tiles import has_int8_unit
-from gptmanager.kernels.simd.lanes import task_at
+from gptmanager.kernels.gemm.unit.int8_unit_tiles import (
+    SPAN_BYTES,
+    SPAN_GROUPS,
+    has_int8_unit,
+    unpack_numbers,
+)
+from gptmanager.kernels.simd import byte_tables
+from gptmanager.kernels.simd.byte_tables import BYTES, load_table, looked_up
+from gptmanager.kernels.simd.lanes import intrinsic, long, nothing, task_at
 
+Variety = Literal["symmetric", "minima", "e2m1", "iq4"]
+VARIETIES: Sequence[Variety] = get_args(Variety)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 1), (7, 33), (96, 300), (130, 64), (70, 544))
 ROWS = (1, 2, 3, 4, 5, 7, 9, 16, 33, 70, 193)
@@ -43,17 +56,29 @@ UNIT = pytest.param(
     ),
 )
 if int4_tiles.has_byte_dots():
-    _narrow_few, _narrow_many = (int4_matmul._share_by_dots(n, False) for n in (2, 1))
+    _few, _many, _few_numbers, _many_numbers = (
+        int4_matmul._share_by_dots(levels, False, has_codebook)
+        for has_codebook in (False, True)
+        for levels in (2, 1)
+    )
 else:
-    _narrow_few = _narrow_many = int4_matmul._share_by_lanes
+    _few = _many = _few_numbers = _many_numbers = int4_matmul._share_by_lanes
 
 
 def narrow_few(address: int) -> None:
-    _narrow_few(task_at(address, MATMUL_TASK), address)
+    _few(task_at(address, MATMUL_TASK), address)
 
 
 def narrow_many(address: int) -> None:
-    _narrow_many(task_at(address, MATMUL_TASK), address)
+    _many(task_at(address, MATMUL_TASK), address)
+
+
+def narrow_few_numbers(address: int) -> None:
+    _few_numbers(task_at(address, MATMUL_TASK), address)
+
+
+def narrow_many_numbers(address: int) -> None:
+    _many_numbers(task_at(address, MATMUL_TASK), address)
 
 
 needs_both = pytest.mark.skipif(
@@ -79,10 +104,12 @@ def test_a_processor_with_both_takes_dots_for_fewer_rows_than_its_unit(
 
 
 @needs_both
-@pytest.mark.parametrize("minima", [False, True], ids=["symmetric", "minima"])
-def test_the_unit_has_the_bits_of_the_dots(monkeypatch: pytest.MonkeyPatch, minima: bool) -> None:
+@pytest.mark.parametrize("variety", VARIETIES)
+def test_the_unit_has_the_bits_of_the_dots(
+    monkeypatch: pytest.MonkeyPatch, variety: Variety
+) -> None:
     for (outs, depth), num_rows in itertools.product(SHAPES, (9, 11, 15, 16)):
-        matrix, x = packed(any_groups(outs, depth, minima)), randn(num_rows, depth, seed=2)
+        matrix, x = packed(any_groups(outs, depth, variety)), randn(num_rows, depth, seed=2)
         by_unit = CpuKernels().linear(x, matrix)
         with monkeypatch.context() as patched:
             patched.setattr(matmul_plan, "has_int8_unit", lambda: False)
@@ -98,6 +125,8 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if kind == "narrow":
         monkeypatch.setattr(int4_matmul, "multiply_int4_by_int16", narrow_few)
         monkeypatch.setattr(int4_matmul, "multiply_int4_by_int8", narrow_many)
+        monkeypatch.setattr(int4_matmul, "multiply_codebook_by_int16", narrow_few_numbers)
+        monkeypatch.setattr(int4_matmul, "multiply_codebook_by_int8", narrow_many_numbers)
     return kind
 
 
@@ -105,16 +134,17 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def any_groups(rows: int, columns: int, minima: bool, seed: int = 0) -> Groups:
+def any_groups(rows: int, columns: int, variety: Variety, seed: int = 0) -> Groups:
     """Scales of both signs and many sizes, as files may have them."""
     made, count = torch.Generator().manual_seed(seed), -(-columns // GROUP)
     values = torch.randint(0, 16, (rows, columns), generator=made, dtype=torch.uint8)
     scales, lowest = (torch.randn(rows, count, generator=made).half() for _ in range(2))
-    return Groups(values, scales * 0.1, lowest if minima else None)
+    codebook = variety if variety == "e2m1" or variety == "iq4" else None
+    return Groups(values, scales * 0.1, lowest if variety == "minima" else None, codebook)
 
 
 def packed(groups: Groups, dtype: torch.dtype = torch.float32) -> Int4Matrix:
-    matrix = Int4Matrix(*groups.values.shape, dtype)
+    matrix = Int4Matrix(*groups.values.shape, dtype, codebook=groups.codebook)
     matrix.copy_(groups)
     return matrix
 
@@ -128,12 +158,12 @@ def tolerance(kind: str, num_rows: int) -> float:
     return 1e-4 if num_rows <= int4_matmul.FEW_ROWS else 1e-2
 
 
-@pytest.mark.parametrize("minima", [False, True], ids=["symmetric", "minima"])
+@pytest.mark.parametrize("variety", VARIETIES)
 @pytest.mark.every(2)
-def test_matmuls_are_right_at_every_edge(kind: str, minima: bool) -> None:
+def test_matmuls_are_right_at_every_edge(kind: str, variety: Variety) -> None:
     ops = CpuKernels()
     for (outs, depth), num_rows in itertools.product(SHAPES, ROWS):
-        groups, bias = any_groups(outs, depth, minima), randn(outs, seed=1)
+        groups, bias = any_groups(outs, depth, variety), randn(outs, seed=1)
         matrix, x = packed(groups), randn(num_rows, depth, seed=2)
         wanted = x.double() @ groups.floats().double().T
         allowed = tolerance(kind, num_rows) * max(wanted.norm(), x.norm() * groups.floats().norm())
@@ -146,7 +176,7 @@ def test_matmuls_are_right_at_every_edge(kind: str, minima: bool) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_gate_and_up_are_one_matmul(kind: str, dtype: torch.dtype) -> None:
     for outs, num_rows in itertools.product((32, 96, 160), (1, 6, 33)):
-        groups = any_groups(outs, 64, True)
+        groups = any_groups(outs, 64, "minima")
         x, bias = randn(num_rows, 64, seed=2).to(dtype), randn(outs, seed=1).to(dtype)
         gate, up = (x.double() @ groups.floats().double().T + bias.double()).chunk(2, dim=-1)
         found = CpuKernels().linear_silu_mul(x, packed(groups, dtype), bias).double()
@@ -154,13 +184,13 @@ def test_gate_and_up_are_one_matmul(kind: str, dtype: torch.dtype) -> None:
         assert (found - wanted).norm() <= 0.02 * wanted.norm()
 
 
-@pytest.mark.parametrize("minima", [False, True])
+@pytest.mark.parametrize("variety", ["symmetric", "minima", "e2m1"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @needs_dots
-def test_few_rows_lose_nothing_next_to_an_outlier(dtype: torch.dtype, minima: bool) -> None:
+def test_few_rows_lose_nothing_next_to_an_outlier(dtype: torch.dtype, variety: Variety) -> None:
     """A channel is 1,000 times as large as others and has no weight."""
-    groups = any_groups(64, 96, minima)
-    groups.values[:, 70] = 8
+    groups = any_groups(64, 96, variety)
+    groups.values[:, 70] = 8  # of e2m1, 8 stands for 0, too
     if groups.minima is not None:
         groups.minima[:, 2] = groups.scales[:, 2] * -8
     floats = groups.floats().double()
@@ -177,7 +207,7 @@ def test_a_row_is_the_same_bits_in_any_company(
     kind: str, dtype: torch.dtype, deterministic: bool
 ) -> None:
     """Only other instructions have other bits, and deterministic ones are the same for all rows."""
-    ops, matrix = CpuKernels(deterministic), packed(any_groups(100, 330, True), dtype)
+    ops, matrix = CpuKernels(deterministic), packed(any_groups(100, 330, "minima"), dtype)
     x, (plan, _) = randn(200, 330, seed=1).to(dtype), ops._plan(matrix)
     assert len(plan.instructions) == 1 or not deterministic
     known = [ops.linear(x[: it.most_rows], matrix) for it in plan.instructions]
@@ -191,7 +221,7 @@ def test_a_row_is_the_same_bits_in_any_company(
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("num_rows", [3, 9])
 def test_what_is_not_finite_stays_in_its_row(kind: str, num_rows: int, number: float) -> None:
-    matrix = packed(any_groups(20, 40, False))
+    matrix = packed(any_groups(20, 40, "symmetric"))
     x = torch.ones(num_rows, 40)
     wanted = CpuKernels().linear(x, matrix)
     x[1, 39] = number
@@ -205,12 +235,13 @@ def test_what_is_not_finite_stays_in_its_row(kind: str, num_rows: int, number: f
     columns=st.integers(1, 100),
     data=st.data(),
     dtype=st.sampled_from(FLOATS),
-    minima=st.booleans(),
+    variety=st.sampled_from(VARIETIES),
 )
 def test_groups_are_kept_and_looked_up_as_they_are(
-    rows: int, columns: int, data: st.DataObject, dtype: torch.dtype, minima: bool
+    rows: int, columns: int, data: st.DataObject, dtype: torch.dtype, variety: Variety
 ) -> None:
-    wanted, matrix = any_groups(rows, columns, minima), Int4Matrix(rows, columns, dtype)
+    wanted = any_groups(rows, columns, variety)
+    matrix = Int4Matrix(rows, columns, dtype, codebook=wanted.codebook)
     cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=3))})
     for first, end in itertools.pairwise(cuts):
         matrix.copy_(wanted.rows(slice(first, end)), first)
@@ -222,14 +253,14 @@ def test_groups_are_kept_and_looked_up_as_they_are(
     ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), max_size=5)), dtype=torch.int64)
     assert torch.equal(CpuKernels().embedding(ids, matrix), wanted.floats().to(dtype)[ids])
     start = GROUP * data.draw(st.integers(0, (columns - 1) // GROUP))
-    part = Int4Matrix(rows, columns - start, dtype)
+    part = Int4Matrix(rows, columns - start, dtype, codebook=wanted.codebook)
     part.copy_(wanted, columns=slice(start, columns))
     assert torch.equal(part.unpacked(), matrix.unpacked()[:, start:])
 
 
 def test_minima_appear_with_the_first_groups_that_have_them() -> None:
     matrix, ops, x = Int4Matrix(32, 64, torch.float32), CpuKernels(), randn(2, 64)
-    first, second = any_groups(16, 64, False), any_groups(16, 64, True)
+    first, second = any_groups(16, 64, "symmetric"), any_groups(16, 64, "minima")
     matrix.copy_(first)
     before, size = ops.linear(x, matrix), matrix.nbytes
     matrix.copy_(second, 16)
@@ -241,9 +272,10 @@ def test_minima_appear_with_the_first_groups_that_have_them() -> None:
 
 
 def test_a_scale_without_a_minimum_in_float16_is_refused() -> None:
-    wide = any_groups(16, 64, False)
+    wide = any_groups(16, 64, "symmetric")
     wide.scales[3, 1] = 9000.0
-    for first, second in ((wide, any_groups(16, 64, True)), (any_groups(16, 64, True), wide)):
+    other = any_groups(16, 64, "minima")
+    for first, second in ((wide, other), (other, wide)):
         matrix = Int4Matrix(32, 64, torch.float32)
         matrix.copy_(first)
         assert torch.equal(matrix.unpacked(slice(16)), first.floats())
@@ -252,13 +284,14 @@ def test_a_scale_without_a_minimum_in_float16_is_refused() -> None:
 
 
 def test_groups_with_minima_of_their_own_may_have_any_scale() -> None:
-    large = any_groups(16, 64, True)
+    large = any_groups(16, 64, "minima")
     large.scales[3, 1] = 9000.0
     assert torch.equal(packed(large).unpacked(), large.floats())
 
 
-def test_parts_are_views_with_their_scales() -> None:
-    matrix, x = packed(any_groups(64, 64, True)), randn(5, 64)
+@pytest.mark.parametrize("variety", ["minima", "iq4"])
+def test_parts_are_views_with_their_scales(variety: Variety) -> None:
+    matrix, x = packed(any_groups(64, 64, variety)), randn(5, 64)
     whole = CpuKernels().linear(x, matrix)
     parts = [CpuKernels().linear(x, part) for part in matrix.parts(2)]
     assert torch.equal(torch.cat(parts, dim=1), whole)
@@ -266,22 +299,111 @@ def test_parts_are_views_with_their_scales() -> None:
 
 
 def test_no_two_functions_have_one_name() -> None:
-    shares = [int4_matmul._share_by_dots(*own) for own in itertools.product((1, 2), (False, True))]
-    assert len({share.__qualname__ for share in shares}) == 4
+    both = (False, True)
+    shares = [int4_matmul._share_by_dots(*own) for own in itertools.product((1, 2), both, both)]
+    assert len({share.__qualname__ for share in shares}) == 8
 
 
+@pytest.mark.parametrize("codebook", [None, "iq4"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_compiled_bodies_are_those_that_are_used(
-    monkeypatch: pytest.MonkeyPatch, kind: str, deterministic: bool
+    monkeypatch: pytest.MonkeyPatch, kind: str, deterministic: bool, codebook: Codebook | None
 ) -> None:
     used: list[object] = []
     monkeypatch.setattr(matmul_plan, "compiled", lambda body: used.append(body) or 1)
-    matrix = Int4Matrix(32, 32, torch.float32)
+    matrix = Int4Matrix(32, 32, torch.float32, codebook=codebook)
     matmul_plan.plan_matmul(matrix, silu=False, deterministic=deterministic)
-    assert set(used) == {*matmul_plan.matmul_bodies(matrix.values.dtype, deterministic)}
+    known = matmul_plan.matmul_bodies(matrix.values.dtype, deterministic, codebook is not None)
+    assert set(used) == {*known}
 
 
 def test_a_processor_without_float16_packs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(CpuKernels().new_matrix(4, 4, torch.float32, "int4"), Int4Matrix)
     monkeypatch.setattr(matmul_plan, "HAS_FLOAT16", False)
     assert CpuKernels().new_matrix(4, 4, torch.float32, "int4") is None
+
+
+def compiled_call(emit: Callable[..., object]) -> Callable[..., None]:
+    """Compile an intrinsic with three addresses as its arguments."""
+    called = intrinsic(nothing, long, long, long)(emit)
+
+    @njit
+    def run(first, second, third):  # type: ignore[no-untyped-def]
+        called(first, second, third)
+
+    return run  # type: ignore[no-any-return]
+
+
+def test_each_kind_of_byte_shuffle_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processors have narrower shuffles, or none that LLVM knows by a name of ours."""
+    table = torch.arange(-7, 9, dtype=torch.int8) * 16
+    places = torch.randint(0, 16, (64,), dtype=torch.uint8)
+    shuffles = [
+        ("", 0),
+        ("llvm.x86.ssse3.pshuf.b.128", 16),
+        ("llvm.x86.avx2.pshuf.b", 32),
+        ("llvm.x86.avx512.pshuf.b.512", 64),
+    ]
+    for own in shuffles[: 1 + shuffles.index(byte_tables._shuffle())]:
+        monkeypatch.setattr(byte_tables, "_shuffle", lambda own=own: own)
+
+        def look_up(builder: Any, numbers: Any, given: Any, result: Any) -> None:
+            given, result = (builder.inttoptr(it, BYTES.as_pointer()) for it in (given, result))
+            loaded, places = load_table(builder, numbers), builder.load(given, align=1)
+            builder.store(looked_up(builder, loaded, places), result, align=1)
+
+        found = torch.zeros(64, dtype=torch.int8)
+        compiled_call(look_up)(table.data_ptr(), places.data_ptr(), found.data_ptr())
+        assert torch.equal(found, table[places.int()]), own
+
+
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_panels_of_numbers_are_widened_and_unpacked(codebook: Codebook) -> None:
+    """A matrix unit multiplies what this writes; few processors have one."""
+    matrix = packed(any_groups(16, 64, codebook))
+    numbers = CODEBOOKS[codebook]
+
+    @njit
+    def run(values, scales, table, pairs, span):  # type: ignore[no-untyped-def]
+        for n in range(2):
+            from_group, own = values + GROUP_BYTES * n, scales + SCALE_BYTES * n
+            widen_numbers_to_pairs(pairs + 1024 * n, from_group, own, table)
+        unpack_numbers(span, values, scales, table, 2)
+
+    pairs = torch.zeros(32, 16, 2, dtype=torch.bfloat16)
+    span = torch.zeros(SPAN_BYTES, dtype=torch.int8)
+    addresses = (it.data_ptr() for it in (matrix.values, matrix.scales, numbers, pairs, span))
+    run(*addresses)
+    exact = matrix.unpacked()
+    rounded = pairs.permute(1, 0, 2).flatten(1).float()
+    torch.testing.assert_close(rounded, exact, rtol=2**-8, atol=0)
+    found = span[: 2 * 512].view(16, 16, 4).permute(1, 0, 2).flatten(1)
+    assert torch.equal(found, numbers[matrix.groups().values.int()])
+    scales = span[SPAN_GROUPS * 512 :].view(torch.float32)[:32].view(2, 16).t()
+    assert torch.equal(scales, matrix.groups().scales.float())
+
+
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_floats_are_rounded_to_the_nearest_number_of_a_codebook(codebook: Codebook) -> None:
+    rows, numbers = randn(9, 100), CODEBOOKS[codebook].float()
+    rows[3, 32:64], rows[4, 99], rows[5, 1] = 0.0, torch.inf, 1e30
+    matrix = Int4Matrix(9, 100, torch.float32, codebook=codebook)
+    matrix.copy_(rows)
+    found, scales = matrix.unpacked(), matrix.groups().scales.float()
+    assert not found[4, 96:].isfinite().any() and torch.equal(found[3, 32:64], torch.zeros(32))
+    for row, group in itertools.product((0, 1, 2, 3, 4, 5, 8), range(3)):
+        own = slice(32 * group, 32 * group + 32)
+        nearest = (rows[row, own, None] - scales[row, group] * numbers).abs().amin(1)
+        torch.testing.assert_close((rows[row, own] - found[row, own]).abs(), nearest)
+    most = rows[:3, :96].view(3, 3, 32).abs().amax(2)
+    torch.testing.assert_close(found[:3, :96].view(3, 3, 32).abs().amax(2), most, rtol=1e-3, atol=0)
+
+
+def test_groups_of_another_codebook_are_rounded() -> None:
+    for one, other in itertools.permutations(VARIETIES, 2):
+        groups, given = any_groups(16, 64, one), any_groups(16, 64, other)
+        matrix = packed(groups)
+        matrix.copy_(given)
+        assert matrix.codebook == groups.codebook
+        assert torch.equal(matrix.unpacked(), given.floats()) == (given.codebook == groups.codebook)
+        assert (matrix.unpacked() - given.floats()).norm() < 0.15 * given.floats().norm()

@@ -154,7 +154,7 @@ def test_an_empty_group_stays_in_4_bits() -> None:
         {"quantization": {"bits": 4, "group_size": 32}},
         StateDict({f"a.{key}": it for key, it in packed.items()}),
     )
-    assert source.describe()["a.weight"].in_groups
+    assert source.describe()["a.weight"].groups
     [(_, groups)] = source.groups("a.weight", 1 << 20, range(8))
     assert torch.equal(groups.floats(), dequantize(packed, 4, 32))
 
@@ -167,6 +167,6 @@ def test_numbers_that_float16_cannot_hold_become_8_bits(ending: str, number: flo
         {"quantization": {"bits": 4, "group_size": 32}},
         StateDict({f"a.{key}": it for key, it in packed.items()}),
     )
-    assert not source.describe()["a.weight"].in_groups
+    assert not source.describe()["a.weight"].groups
     [(_, floats)] = source.pieces("a.weight", 1 << 20)
     assert torch.equal(floats, dequantize(packed, 4, 32))

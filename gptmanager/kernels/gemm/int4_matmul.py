@@ -13,6 +13,8 @@ from gptmanager.kernels.gemm.int4_tiles import (
     int4_tile,
     widen_group,
     widen_group_to_pairs,
+    widen_numbers,
+    widen_numbers_to_pairs,
 )
 from gptmanager.kernels.gemm.int8_tiles import has_int8_dots
 from gptmanager.kernels.gemm.matmul import BLOCK, WIDE_BYTES, multiply_by_tiles
@@ -50,16 +52,22 @@ def _widen(t: Any, target: int, panel: int, first: int, count: int) -> None:
     scales += first // GROUP * SCALE_BYTES
     for n in range(count // GROUP):
         at, own = target + 4 * GROUP * LANES * n, scales + SCALE_BYTES * n
-        widen_group(at, values + GROUP_BYTES * n, own, t.minima)
+        if t.codebook:
+            widen_numbers(at, values + GROUP_BYTES * n, own, t.codebook)
+        else:
+            widen_group(at, values + GROUP_BYTES * n, own, t.minima)
 
 
 @loop
 def _widen_to_pairs(t: Any, target: int, panel: int) -> None:
     """Widen a panel to bfloat16 at `target`."""
-    scales, minima = scales_of(t, panel), t.minima
+    scales, minima, codebook = scales_of(t, panel), t.minima, t.codebook
     for n in range(t.depth // GROUP):
         at, own = target + 2 * GROUP * LANES * n, scales + SCALE_BYTES * n
-        widen_group_to_pairs(at, panel + GROUP_BYTES * n, own, minima)
+        if codebook:
+            widen_numbers_to_pairs(at, panel + GROUP_BYTES * n, own, codebook)
+        else:
+            widen_group_to_pairs(at, panel + GROUP_BYTES * n, own, minima)
 
 
 @loop
@@ -86,7 +94,7 @@ def _share_by_lanes(t: Any, address: int) -> None:
         part = claim(counter, NEXT_PART)
 
 
-def _share_by_dots(levels: int, is_wide: bool) -> Any:
+def _share_by_dots(levels: int, is_wide: bool, has_codebook: bool) -> Any:
     """Return a function that computes the parts that a thread claims, by dot products of bytes.
 
     `levels` is the number of bytes of a quantized element of `x`. With one level, `x` is already
@@ -95,15 +103,15 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
     """
     many = (4 if is_wide else 2) if levels == 2 else (6 if is_wide else 4)
     across = 2 if is_wide else 1
-    most = int4_tile(many, across, levels, is_wide)
-    two = int4_tile(2, across, levels, is_wide)
-    one = int4_tile(1, 2 * across, levels, is_wide)
-    size = block_bytes(levels)
+    most = int4_tile(many, across, levels, is_wide, has_codebook)
+    two = int4_tile(2, across, levels, is_wide, has_codebook)
+    one = int4_tile(1, 2 * across, levels, is_wide, has_codebook)
+    size, kind = block_bytes(levels), "codebook" if has_codebook else "int4"
 
-    @loop_named(f"share_int4_by_dots_{levels}_{512 if is_wide else 256}")
+    @loop_named(f"share_{kind}_by_dots_{levels}_{512 if is_wide else 256}")
     def share(t: Any, address: int) -> None:
         scratch, counter = begin(t, address)
-        depth, minima = t.depth, t.minima
+        depth, minima, codebook = t.depth, t.minima, t.codebook
         steps = depth // GROUP
         x, stride = t.x, steps * size
         if levels == 2:
@@ -124,14 +132,15 @@ def _share_by_dots(levels: int, is_wide: bool) -> Any:
                 row = 0
                 while row < rows:
                     c, a, rest = scratch + 256 * row, x + (first + row) * stride, rows - row
+                    given = a, stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, codebook, steps
                     if rest >= many:
-                        most(c, a, stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, steps)
+                        most(c, *given)
                         row += many
                     elif rest >= 2:
-                        two(c, a, stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, steps)
+                        two(c, *given)
                         row += 2
                     else:
-                        one(c, a, stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, steps)
+                        one(c, *given)
                         row += 1
                 finish(t, scratch, group, first, rows)
             part = claim(counter, NEXT_PART)
@@ -166,8 +175,11 @@ def _share_by_unit(t: Any, address: int) -> None:
 
 
 _wide = has_int8_dots()
-_by_int16 = _share_by_dots(2, _wide) if has_byte_dots() else _share_by_lanes
-_by_int8 = _share_by_dots(1, _wide) if has_byte_dots() else _share_by_lanes
+_by_int16, _by_int8, _numbers_by_int16, _numbers_by_int8 = (
+    _share_by_dots(levels, _wide, has_codebook) if has_byte_dots() else _share_by_lanes
+    for has_codebook in (False, True)
+    for levels in (2, 1)
+)
 
 
 def multiply_int4(address: int) -> None:
@@ -183,6 +195,16 @@ def multiply_int4_by_int16(address: int) -> None:
 def multiply_int4_by_int8(address: int) -> None:
     """Multiply rows quantized to int8 with a 4-bit matrix."""
     _by_int8(task_at(address, MATMUL_TASK), address)
+
+
+def multiply_codebook_by_int16(address: int) -> None:
+    """Do as `multiply_int4_by_int16` for a matrix with a codebook."""
+    _numbers_by_int16(task_at(address, MATMUL_TASK), address)
+
+
+def multiply_codebook_by_int8(address: int) -> None:
+    """Do as `multiply_int4_by_int8` for a matrix with a codebook."""
+    _numbers_by_int8(task_at(address, MATMUL_TASK), address)
 
 
 def multiply_int4_by_unit(address: int) -> None:

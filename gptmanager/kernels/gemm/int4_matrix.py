@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
-from gptmanager.kernels.gemm.packed_matrix import PANEL_ROWS, PackedMatrix, Panels, copy_rows, zeros
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Codebook, Groups
+from gptmanager.kernels.gemm.packed_matrix import (
+    PANEL_ROWS,
+    PackedMatrix,
+    Panels,
+    Quantized,
+    copy_rows,
+    zeros,
+)
 from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.panel_writing import write_int4
 from gptmanager.kernels.gemm.panels.words import PackedGroups
-from gptmanager.kernels.gemm.weight_quantization import round_to_groups
+from gptmanager.kernels.gemm.weight_quantization import round_to_codebook, round_to_groups
 
 INT4 = torch.uint8  # dtype of `values`: a byte has two columns
 Given = Tensor | Codes | Groups | PackedGroups
@@ -28,15 +35,21 @@ _STEPS, _FOUR = 4, 4  # steps in the lower halves of a group's bytes, and column
 class Int4Matrix(PackedMatrix):
     """A matrix `[rows, columns]` of float32, bfloat16 or float16, stored in groups of 4-bit values.
 
-    `copy_` can write only whole rows. `minima` is None until groups with minima are written.
+    `copy_` can write only whole rows. `minima` is None until groups with minima are written. With a
+    `codebook`, groups have no minima.
     """
 
     position_bytes = PANEL_ROWS // 2
 
     def __init__(
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        codebook: Codebook | None = None,
     ) -> None:
-        self.shape, self.dtype = torch.Size((rows, columns)), dtype
+        self.shape, self.dtype, self.codebook = torch.Size((rows, columns)), dtype, codebook
         groups, panels = -(-columns // GROUP), -(-rows // PANEL_ROWS)
         self.depth = groups * GROUP
         shape = panels, groups, _STEPS, PANEL_ROWS, _FOUR
@@ -49,6 +62,11 @@ class Int4Matrix(PackedMatrix):
         self.plans, self._parts = {}, ()
 
     @property
+    def kind(self) -> Quantized:
+        """How the elements are stored."""
+        return self.codebook or "int4"
+
+    @property
     def nbytes(self) -> int:
         assert self.scales is not None
         minima = 0 if self.minima is None else self.minima.nbytes
@@ -57,10 +75,10 @@ class Int4Matrix(PackedMatrix):
     @property
     def panels(self) -> Panels:
         assert self.scales is not None
-        return Panels(self.values, self.scales, self.minima)
+        return Panels(self.values, self.scales, self.minima, self.codebook)
 
     def adopt(self, panels: Panels) -> bool:
-        if not super().adopt(panels):
+        if panels.codebook != self.codebook or not super().adopt(panels):
             return False
         self.minima = panels.minima
         return True
@@ -69,6 +87,7 @@ class Int4Matrix(PackedMatrix):
         assert self.scales is not None
         part = Int4Matrix.__new__(Int4Matrix)
         part.shape, part.dtype = torch.Size((size, self.shape[1])), self.dtype
+        part.codebook = self.codebook
         own = slice(first // PANEL_ROWS, (first + size) // PANEL_ROWS)
         part.depth, part.values, part.scales = self.depth, self.values[own], self.scales[own]
         part.minima = None if self.minima is None else self.minima[own]
@@ -87,7 +106,7 @@ class Int4Matrix(PackedMatrix):
             for it in (self.scales, self.minima)
         )
         assert scales is not None
-        return Groups(self._in_order(halves), scales, minima)
+        return Groups(self._in_order(halves), scales, minima, self.codebook)
 
     def _in_order(self, halves: Tensor) -> Tensor:
         """Unpack the bytes of rows, `[n, groups, 4, 4]`, to 4-bit values `[n, columns]`."""
@@ -102,7 +121,8 @@ class Int4Matrix(PackedMatrix):
         panel, lane = ids // PANEL_ROWS, ids % PANEL_ROWS
         values = self._in_order(self.values[panel, :, :, lane])
         minima = None if self.minima is None else self.minima[panel, :, lane]
-        return Groups(values, self.scales[panel, :, lane], minima).floats().to(self.dtype)
+        found = Groups(values, self.scales[panel, :, lane], minima, self.codebook)
+        return found.floats().to(self.dtype)
 
     def copy_(
         self,
@@ -113,13 +133,15 @@ class Int4Matrix(PackedMatrix):
     ) -> None:
         """Write `columns` of the rows `values` to whole rows of this matrix, from `first_row` on.
 
-        Floats and `Codes` are rounded to 4-bit groups. `Groups` and `PackedGroups` are written
-        unchanged; if `columns` begin within a group, they are rounded to new groups.
+        Floats and `Codes` are rounded to 4-bit groups. `Groups` and `PackedGroups` of this matrix's
+        codebook are written unchanged; if `columns` begin within a group, they are rounded to new
+        groups.
         """
         assert self.scales is not None and first_column == 0
-        if isinstance(values, PackedGroups) and values.write(columns, self.values, first_row):
-            self._copy_numbers(values, first_row)
-            return
+        if isinstance(values, PackedGroups) and values.codebook == self.codebook:
+            if values.write(columns, self.values, first_row):
+                self._copy_numbers(values, first_row)
+                return
         own = self._own(values, columns)
         minima = self._minima_for(own)
         self._write(own.values, first_row)
@@ -176,17 +198,17 @@ class Int4Matrix(PackedMatrix):
         given = self._own(values, columns).floats()
         return first_column == 0 and torch.equal(own.floats().cpu(), given)
 
-    @staticmethod
-    def _own(values: Given, columns: slice) -> Groups:
+    def _own(self, values: Given, columns: slice) -> Groups:
         if isinstance(values, PackedGroups):
             values = values.groups()
-        if isinstance(values, Groups):
+        if isinstance(values, Groups) and values.codebook == self.codebook:
             cut = values.columns(columns)
             if cut is not None:
                 return cut
         if not isinstance(values, Tensor):
             values = values.floats()
-        return round_to_groups(values[:, columns].cpu())
+        rows = values[:, columns].cpu()
+        return round_to_codebook(rows, self.codebook) if self.codebook else round_to_groups(rows)
 
 
 def _in_half(offsets: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Register tiles of matmuls with a 4-bit matrix, and functions that widen its panels.
 
 The rows of activations consist of blocks that `int4_activations` writes. The dot product
-instruction multiplies unsigned bytes, here the stored values of the matrix, with signed bytes, here
-the activations. The int32 sums of a group are exact. An element of the result does not depend on
+instruction multiplies unsigned bytes, here the stored values of the matrix, or the numbers of its
+codebook plus 128, with signed bytes, here the activations. The int32 sums of a group are exact. An element of the result does not depend on
 the number of rows.
 """
 
@@ -22,6 +22,7 @@ from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
 from gptmanager.kernels.gemm.int8_tiles import add_dots, has_int8_dots
 from gptmanager.kernels.gemm.matrix_tiles import AHEAD, PANELS, fetch_line
 from gptmanager.kernels.gemm.small_matmul import repeat
+from gptmanager.kernels.simd.byte_tables import BYTES, load_table, looked_up
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -46,6 +47,7 @@ SCALE_BYTES = 2 * LANES  # bytes of a group's scales, or of its minima, in a pan
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _EIGHT = ir.VectorType(INT, LANES // 2)
 _STEPS = GROUP // 8  # loads per group
+_MADE_UNSIGNED = 128  # is added to the numbers of a codebook
 _SHIFTED = 0x43000000  # bits of the float 128; the float 128 + n has n in bits 16 to 19
 
 
@@ -75,11 +77,27 @@ def _add_narrow_dots(builder: Any, unsigned: Any, signed: Any, total: Any) -> An
 
 
 class _Tile:
-    """Emits the code of a tile of `rows` rows and `across` panels; see `int4_tile`."""
+    """Emits the code of a tile of `rows` rows and `across` panels; see `int4_tile`.
 
-    def __init__(self, builder: Any, rows: int, across: int, levels: int, is_wide: bool) -> None:
+    `table`: the unsigned numbers of the codebook, or None.
+    """
+
+    def __init__(
+        self, builder: Any, rows: int, across: int, levels: int, is_wide: bool, table: Any
+    ) -> None:
         self.builder, self.rows, self.across, self.levels = builder, rows, across, levels
         self.add_dots = add_dots if is_wide else _add_narrow_dots
+        self.table = table
+
+    def begins(self, blocks: Sequence[Any], has_minima: Any) -> list[Any]:
+        """Return the initial int32 sums of the rows."""
+        builder = self.builder
+        found = [_load(builder, plus(builder, it, BEGIN), INT) for it in blocks]
+        if self.table is not None:
+            by = ir.Constant(INT, _MADE_UNSIGNED // MIDDLE)
+            return [spread(builder, builder.mul(it, by)) for it in found]
+        keep = builder.select(has_minima, ir.Constant(INT, 0), ir.Constant(INT, -1))
+        return [spread(builder, builder.and_(it, keep)) for it in found]
 
     def group(
         self, blocks: Sequence[Any], values: Sequence[Any], begins: Sequence[Any]
@@ -96,6 +114,9 @@ class _Tile:
             both = [_load(builder, plus(builder, it, 64 * step), INDICES) for it in values]
             lower = [builder.and_(it, low) for it in both]
             upper = [builder.and_(builder.lshr(it, int_lanes(4)), low) for it in both]
+            if self.table is not None:
+                lower = [looked_up(builder, self.table, it) for it in lower]
+                upper = [looked_up(builder, self.table, it) for it in upper]
             for right, place in ((lower, 4 * step), (upper, 4 * (step + _STEPS))):
                 for row, block in enumerate(blocks):
                     for level in range(self.levels):
@@ -145,25 +166,30 @@ class _Tile:
         return results
 
 
-def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
+def int4_tile(
+    rows: int, across: int, levels: int, is_wide: bool, has_codebook: bool = False
+) -> Any:
     """Return an intrinsic that computes `rows` x 64 elements of a matmul.
 
-    Its arguments are `(c, a, a_stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, groups)`. `c` is
+    Its arguments are
+    `(c, a, a_stride, b0, b1, b2, b3, s0, s1, s2, s3, minima, codebook, groups)`. `c` is
     float32 with stride 64. `a` is the first block of a quantized row, with `levels` bytes per
     position; the next row begins `a_stride` bytes later. `b0` to `b3` are the addresses of four
     panels, `s0` to `s3` those of their scales. `minima` is the number of bytes from a scale to its
-    minimum, or 0 without minima. A row has `groups` groups; `across` panels are computed at once.
+    minimum, or 0 without minima, as with a codebook. `codebook` is the address of its int8 numbers;
+    it is read only if `has_codebook`. A row has `groups` groups; `across` panels are computed at
+    once.
     """
 
-    @intrinsic(nothing, *[long] * 13)
+    @intrinsic(nothing, *[long] * 14)
     def matmul(
         builder: Any, c: Any, a: Any, a_stride: Any, b0: Any, b1: Any, b2: Any, b3: Any,
-        s0: Any, s1: Any, s2: Any, s3: Any, minima: Any, groups: Any,
+        s0: Any, s1: Any, s2: Any, s3: Any, minima: Any, codebook: Any, groups: Any,
     ) -> None:  # fmt: skip
-        own = _Tile(builder, rows, across, levels, is_wide)
+        table = _unsigned_table(builder, codebook) if has_codebook else None
+        own = _Tile(builder, rows, across, levels, is_wide, table)
         starts = [builder.add(a, times(builder, a_stride, row)) for row in range(rows)]
         has_minima = builder.icmp_signed("!=", minima, ir.Constant(LONG, 0))
-        keep = builder.select(has_minima, ir.Constant(INT, 0), ir.Constant(INT, -1))
 
         def multiply(first: int) -> None:
             panels = (b0, b1, b2, b3)[first : first + across]
@@ -180,15 +206,10 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
                         fetch_line(builder, plus(builder, it, AHEAD + line))
                 for it in right:
                     fetch_line(builder, plus(builder, it, AHEAD // 4))
-                begins = [
-                    spread(
-                        builder,
-                        builder.and_(_load(builder, plus(builder, it, BEGIN), INT), keep),
-                    )
-                    for it in blocks
-                ]
-                sums = own.group(blocks, values, begins)
+                sums = own.group(blocks, values, own.begins(blocks, has_minima))
                 scaled = own.scaled(blocks, right, sums, totals)
+                if has_codebook:
+                    return scaled
                 behind = [builder.add(it, minima) for it in right]
                 return own.with_minima(blocks, behind, has_minima, scaled)
 
@@ -205,6 +226,27 @@ def int4_tile(rows: int, across: int, levels: int, is_wide: bool) -> Any:
             multiply(first)
 
     return matmul
+
+
+def _unsigned_table(builder: Any, codebook: Any) -> Any:
+    """Load the numbers of a codebook, and add 128, so that they are unsigned."""
+    added = ir.Constant(BYTES, [_MADE_UNSIGNED] * BYTES.count)
+    return builder.add(load_table(builder, codebook), added)
+
+
+def _numbers_of(builder: Any, source: Any, codebook: Any) -> list[Any]:
+    """Return a group's numbers of a codebook, one float32 vector per position."""
+    table, low = load_table(builder, codebook), int_lanes(0x0F0F0F0F)
+    both = [_load(builder, plus(builder, source, 64 * step), INDICES) for step in range(_STEPS)]
+    found = []
+    for right in (0, 4):
+        for value in both:
+            places = builder.and_(builder.lshr(value, int_lanes(right)), low)
+            numbers = looked_up(builder, table, places)
+            for byte in range(4):
+                moved = builder.shl(numbers, int_lanes(24 - 8 * byte))
+                found.append(builder.sitofp(builder.ashr(moved, int_lanes(24)), VECTOR))
+    return found
 
 
 def _values_of(builder: Any, source: Any) -> list[Any]:
@@ -255,11 +297,35 @@ def widen_group_to_pairs(builder: Any, target: Any, values: Any, scales: Any, mi
     A value n becomes the float 128 + n by setting the bits of `_SHIFTED`, without a conversion.
     """
     scale, offset = _scale_and_offset(builder, scales, minima, 128 + MIDDLE)
-    rounded, upper = [], int_lanes(0xFFFF0000)
+    elements = []
     for moved in _values_of(builder, values):
         value = builder.bitcast(builder.or_(moved, int_lanes(_SHIFTED)), VECTOR)
-        bits = builder.bitcast(multiply_add(builder, value, scale, offset), INDICES)
-        rounded.append(builder.add(bits, int_lanes(0x8000)))
+        elements.append(multiply_add(builder, value, scale, offset))
+    _store_pairs(builder, target, elements)
+
+
+@intrinsic(nothing, *[long] * 4)
+def widen_numbers(builder: Any, target: Any, values: Any, scales: Any, codebook: Any) -> None:
+    """Do as `widen_group` with a codebook."""
+    scale = _widened(builder, scales)
+    for n, number in enumerate(_numbers_of(builder, values, codebook)):
+        place = at(builder, target, ir.Constant(LONG, LANES * n), VECTOR)
+        builder.store(builder.fmul(number, scale), place, align=4)
+
+
+@intrinsic(nothing, *[long] * 4)
+def widen_numbers_to_pairs(
+    builder: Any, target: Any, values: Any, scales: Any, codebook: Any
+) -> None:
+    """Do as `widen_group_to_pairs` with a codebook."""
+    scale, numbers = _widened(builder, scales), _numbers_of(builder, values, codebook)
+    _store_pairs(builder, target, [builder.fmul(it, scale) for it in numbers])
+
+
+def _store_pairs(builder: Any, target: Any, elements: Sequence[Any]) -> None:
+    """Round the elements of a group, one vector per position, to bfloat16."""
+    upper = int_lanes(0xFFFF0000)
+    rounded = [builder.add(builder.bitcast(it, INDICES), int_lanes(0x8000)) for it in elements]
     for n in range(0, len(rounded), 2):
         even = builder.lshr(rounded[n], int_lanes(16))
         both = builder.or_(even, builder.and_(rounded[n + 1], upper))

@@ -21,7 +21,7 @@ from gptmanager.kernels.gemm.int4_activations import (
     quantize_rows_in_groups,
     quantize_rows_in_planes,
 )
-from gptmanager.kernels.gemm.int4_groups import GROUP
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, GROUP
 from gptmanager.kernels.gemm.int4_matrix import INT4, Int4Matrix
 from gptmanager.kernels.gemm.int4_tiles import has_byte_dots
 from gptmanager.kernels.gemm.int8_tiles import SPAN_BYTES, has_int8_dots
@@ -120,12 +120,16 @@ def plan_matmul(matrix: PackedMatrix, *, silu: bool, deterministic: bool) -> Mat
     work = num_panels * PANEL_ROWS * matrix.depth
     instructions = tuple(
         Instructions(it.most_rows, compiled(it.body), *it.read(matrix), it.quantize)
-        for it in _variants(matrix.values.dtype, deterministic)
+        for it in _variants(matrix.values.dtype, deterministic, _has_codebook(matrix))
     )
     for it in instructions:
         if it.quantize is not None:
             compiled(it.quantize)  # now, not during the first request
     return MatmulPlan(task, columns, matrix.depth, num_groups, work, instructions)
+
+
+def _has_codebook(matrix: PackedMatrix) -> bool:
+    return isinstance(matrix, Int4Matrix) and matrix.codebook is not None
 
 
 def _scale_fields(matrix: PackedMatrix) -> dict[str, int]:
@@ -135,10 +139,13 @@ def _scale_fields(matrix: PackedMatrix) -> dict[str, int]:
     if not isinstance(matrix, Int4Matrix):
         return {"scales": scales}
     minima = 0 if matrix.minima is None else matrix.minima.data_ptr() - scales
-    return {"groups": scales, "minima": minima}
+    codebook = CODEBOOKS[matrix.codebook].data_ptr() if matrix.codebook else 0
+    return {"groups": scales, "minima": minima, "codebook": codebook}
 
 
-def _variants(stored: torch.dtype, deterministic: bool) -> list[_Variant]:
+def _variants(
+    stored: torch.dtype, deterministic: bool, has_codebook: bool = False
+) -> list[_Variant]:
     """Return the variants for matrices stored as `stored`, in ascending order of `most_rows`."""
     if stored is torch.bfloat16 and (has_matrix_unit() or has_fast_pairs()):
         body = bodies.multiply_by_unit if has_matrix_unit() else bodies.multiply_pairs
@@ -147,7 +154,7 @@ def _variants(stored: torch.dtype, deterministic: bool) -> list[_Variant]:
     if stored is torch.int8 and (has_int8_unit() or not deterministic):
         found = _for_int8()  # with an int8 unit, bits do not depend on the number of rows
     if stored is INT4 and not deterministic:
-        found = _for_int4()
+        found = _for_int4(has_codebook)
     if not found or found[-1].most_rows < ANY_ROWS:
         found.append(_Variant(ANY_ROWS, _BY_LANES[stored], _read_floats))
     return found
@@ -166,13 +173,16 @@ def _for_int8() -> list[_Variant]:
     return found
 
 
-def _for_int4() -> list[_Variant]:
+def _for_int4(has_codebook: bool) -> list[_Variant]:
+    by_int16, by_int8 = int4_matmul.multiply_int4_by_int16, int4_matmul.multiply_int4_by_int8
+    if has_codebook:
+        by_int16 = int4_matmul.multiply_codebook_by_int16
+        by_int8 = int4_matmul.multiply_codebook_by_int8
     found = []
     if has_byte_dots():
-        few, body = int4_matmul.FEW_ROWS, int4_matmul.multiply_int4_by_int16
-        found.append(_Variant(few, body, _read_few_in_groups))
+        found.append(_Variant(int4_matmul.FEW_ROWS, by_int16, _read_few_in_groups))
         if not has_int8_unit():
-            body = int4_matmul.multiply_int4_by_int8
+            body = by_int8
             found.append(_Variant(ANY_ROWS, body, _read_bytes_in_groups, quantize_rows_in_groups))
     if has_int8_unit():
         several, body = unit_matmul.SEVERAL_ROWS, unit_matmul.multiply_int4_in_unit
@@ -218,19 +228,21 @@ def _read_bytes_in_groups(matrix: PackedMatrix) -> _Rows:
     return _Rows(matrix.dtype, SCRATCH_BYTES, matrix.depth // GROUP * block_bytes(1))
 
 
-def matmul_bodies(stored: torch.dtype, deterministic: bool) -> list[Callable[[int], None]]:
+def matmul_bodies(
+    stored: torch.dtype, deterministic: bool, has_codebook: bool = False
+) -> list[Callable[[int], None]]:
     """Return the functions that matmuls with matrices stored as `stored` may call."""
-    variants = _variants(stored, deterministic)
+    variants = _variants(stored, deterministic, has_codebook)
     return [body for it in variants for body in (it.body, it.quantize) if body is not None]
 
 
 def can_be_packed(dtype: torch.dtype, quantized: Quantized | None = None) -> bool:
     """Return whether matrices of `dtype` are packed.
 
-    If `dtype` is not in `DTYPES`, they are not. Otherwise int8 matrices are packed, int4 matrices
+    If `dtype` is not in `DTYPES`, they are not. Otherwise int8 matrices are packed, 4-bit matrices
     if the processor can convert float16, and matrices that are not quantized if packing pays.
     """
-    if quantized == "int4":
+    if quantized == "int4" or quantized in CODEBOOKS:
         return dtype in DTYPES and HAS_FLOAT16
     return dtype in DTYPES and (quantized is not None or packing_pays())
 

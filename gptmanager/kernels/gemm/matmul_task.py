@@ -41,14 +41,15 @@ class MatmulTask(ctypes.Structure):
     `full` and `tail` are the addresses of the
     configurations of the matrix unit (Intel AMX) for sixteen rows and for the remaining rows.
     `groups` is the address of the float16 scales of a 4-bit matrix, and `minima` the distance in
-    bytes from the scales to the minima, or 0 without minima. `counter` is the address of the task
+    bytes from the scales to the minima, or 0 without minima. `codebook` is the address of the
+    sixteen int8 numbers of its codebook, or 0 without one. `counter` is the address of the task
     that has the counter of parts, or 0 if it is this task.
     """
 
     _fields_ = task_fields(
         "x result bias bias_dtype scratch scratch_bytes rows num_chunks part_groups full tail"
         " matrix scales columns depth num_panels num_groups second silu position_bytes positions"
-        " dtype groups minima counter"
+        " dtype groups minima codebook counter"
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.environment.machine.memory import zeroed_memory
+from gptmanager.kernels.gemm.int4_groups import Codebook
 from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.panel_writing import write_int8, write_words
 from gptmanager.kernels.gemm.weight_quantization import round_to_int8
@@ -28,9 +29,8 @@ _OWN_PAGES = 64 << 10  # tensors of at least this number of bytes get memory pag
 _ALL = slice(None)
 _Matrix = TypeVar("_Matrix", bound="PackedMatrix")
 
-Quantized = Literal[
-    "int8", "int4", "fp8"
-]  # how a matrix is stored in fewer bits than its dtype has
+# How a matrix is stored in fewer bits than its dtype has; the last two are codebooks of 4 bits.
+Quantized = Literal["int8", "int4", "fp8", "e2m1", "iq4"]
 
 
 class Panels(NamedTuple):
@@ -39,6 +39,7 @@ class Panels(NamedTuple):
     values: Tensor
     scales: Tensor
     minima: Tensor | None = None
+    codebook: Codebook | None = None
 
 
 class PackedMatrix:

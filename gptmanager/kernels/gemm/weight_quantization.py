@@ -17,7 +17,15 @@ import torch
 from llvmlite import ir  # type: ignore[import-untyped]
 from torch import Tensor
 
-from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, MOST, Groups
+from gptmanager.kernels.gemm.int4_groups import (
+    CODEBOOKS,
+    GROUP,
+    MIDDLE,
+    MOST,
+    Codebook,
+    Groups,
+    whole_groups,
+)
 from gptmanager.kernels.simd.dtypes import DTYPES, ZERO, load_as
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
@@ -106,6 +114,24 @@ def round_to_groups(rows: Tensor) -> Groups:
     )
     run_in_team(round_groups, task, values.numel())
     return Groups(values[:, :columns], scales.to(torch.float16))
+
+
+def round_to_codebook(rows: Tensor, codebook: Codebook) -> Groups:
+    """Round floats `[n, columns]` to the nearest numbers of a codebook, in groups.
+
+    The element of a group with the largest magnitude becomes the number with the largest magnitude.
+    A group with an element that is not finite has the scale NaN.
+    """
+    numbers, places = CODEBOOKS[codebook].float().sort()
+    largest = numbers[numbers.abs().argmax()]
+    groups = whole_groups(rows.float())
+    most = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales = (most / largest).clamp(-float(_LARGEST), float(_LARGEST)).half()
+    scales[~groups.isfinite().all(2)] = torch.nan
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    wanted = (groups / scales.float()).nan_to_num_(0.0, 0.0, 0.0)
+    values = places[torch.bucketize(wanted, middles)].to(torch.uint8)
+    return Groups(values.flatten(1)[:, : rows.shape[1]], scales.squeeze(2), None, codebook)
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.kernels.gemm.int4_groups import Groups
-from gptmanager.kernels.gemm.packed_matrix import Panels
+from gptmanager.kernels.gemm.packed_matrix import Panels, Quantized
 from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.words import PackedGroups
 
@@ -23,14 +23,15 @@ CodesOf = Literal["", "rows", "columns"]
 class TensorInfo(NamedTuple):
     """The shape and dtype of a tensor, known before the tensor is read.
 
-    `dtype` is the name of a torch dtype. `in_groups`: `GroupedSource.groups` can read the matrix,
-    or the matrices of all experts. `codes`: `CodedSource.codes` can read their "rows" or "columns";
-    "" if neither.
+    `dtype` is the name of a torch dtype. `groups`: the kind of 4-bit groups in which
+    `GroupedSource.groups` can read the matrix, or the matrices of all experts; None if it cannot.
+    `codes`: `CodedSource.codes` can read their "rows" or "columns"; "" if neither. If `codes` is
+    "columns", `GroupedSource.groups` reads columns, too, and rows otherwise.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    in_groups: bool = False
+    groups: Quantized | None = None
     codes: CodesOf = ""
 
 

@@ -110,11 +110,11 @@ class GgufTensors:
             if name in _FROM_CONFIG or is_further or self._is_scale(name):
                 continue
             scales = header.tensors.get(name.removesuffix(".weight") + _SCALE)
-            has_groups = self._has_groups(stored)
+            kind = stored.type.group_kind if self._has_groups(stored) else None
             for theirs, given in self._place(name, stored):
                 named = self._tensors[theirs] = given._replace(scales=scales)
-                in_groups = has_groups and named.keeps_groups
-                self._found[theirs] = TensorInfo(named.shape, stored.type.dtype, in_groups)
+                groups = kind if named.keeps_groups else None
+                self._found[theirs] = TensorInfo(named.shape, stored.type.dtype, groups)
         self._found |= {name: TensorInfo((1,), "float32") for name in self._numbers}
 
     def describe(self) -> Mapping[str, TensorInfo]:
@@ -150,7 +150,7 @@ class GgufTensors:
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         """Yield `rows` of a matrix `[outputs, inputs]` in order, as (first index, 4-bit groups).
 
-        Raises ConfigError for a number of Q4_K that float16 cannot hold.
+        Raises ConfigError for a scale or a minimum that float16 cannot hold.
         """
         named = self._tensors[name]
         block = named.stored.type

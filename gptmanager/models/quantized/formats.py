@@ -20,10 +20,9 @@ from gptmanager.kernels.gemm.panels.word_loops import AWQ_ORDER
 from gptmanager.memory.checkpoint.safetensors_reader import FLOATS
 from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
 from gptmanager.models.quantized.codebooks import codebook_matrix, has_codebook
+from gptmanager.models.quantized.float4 import ExpertBlocks, Float4Matrix, kept_groups
 from gptmanager.models.quantized.given_tensors import SCALES, GivenTensors, ceil_div
 from gptmanager.models.quantized.matrices import (
-    ExpertBlocks,
-    Float4Matrix,
     Grid,
     IntegerMatrix,
     Read,
@@ -179,10 +178,17 @@ class MatrixFinder(GivenTensors):
             return RowPairs(name, shape, self._grid(f"{name}_scale", shape, [(1, width)]))
         shape = rows, 2 * columns
         if f"{name}_scale" in self._given and own.dtype in _POWERS:
-            return Float4Matrix(name, shape, self._grid(f"{name}_scale", shape, [(1, _MXFP4)]))
+            return self._float4(name, shape, f"{name}_scale")
         self._take(f"{name}_scale_2", "float32", (), (1,))
         scales = self._grid(f"{name}_scale", shape, [(1, it) for it in _NVFP4])
         return Float4Matrix(name, shape, scales, f"{name}_scale_2", is_factor=True)
+
+    def _float4(self, name: str, shape: tuple[int, int], scales: str) -> Float4Matrix:
+        """Describe a matrix of MXFP4."""
+        matrix = Float4Matrix(name, shape, self._grid(scales, shape, [(1, _MXFP4)]))
+        if shape[1] % _MXFP4 or self._given[scales].dtype not in _POWERS:
+            return matrix
+        return replace(matrix, groups_of=kept_groups(self._read(scales)))
 
     def _packed(self, name: str, info: TensorInfo) -> StoredMatrix:
         """Describe a packed matrix of compressed-tensors: integers, NVFP4 or MXFP4."""
@@ -192,8 +198,7 @@ class MatrixFinder(GivenTensors):
         rows, half = self._matrix_shape(name, info)
         shape, global_scale = (rows, 2 * half), f"{base}_global_scale"
         if global_scale not in self._given:
-            scales = self._grid(f"{base}_scale", shape, [(1, _MXFP4)])
-            return Float4Matrix(name, shape, scales)
+            return self._float4(name, shape, f"{base}_scale")
         self._take(global_scale, "float32", (), (1,))
         scales = self._grid(f"{base}_scale", shape, [(1, _NVFP4[0])])
         return Float4Matrix(name, shape, scales, global_scale)
@@ -349,7 +354,7 @@ class MatrixFinder(GivenTensors):
         return None if torch.equal(found, in_order) else found
 
     def _with_groups(self, matrix: IntegerMatrix) -> IntegerMatrix:
-        """Return the matrix, with `in_groups` set if its method `groups` can be called.
+        """Return the matrix, with `groups_of` set if its method `groups` can be called.
 
         `groups` needs 4 bits, columns in order, scales that are exact in float16, and groups that
         have a multiple of 32 columns or are whole rows.
@@ -364,7 +369,7 @@ class MatrixFinder(GivenTensors):
             given = self._read(matrix.scales.name).float()
             if not torch.equal(given.half().float(), given):
                 return matrix
-        return replace(matrix, in_groups=True)
+        return replace(matrix, groups_of="int4")
 
     def _experts(self, name: str, info: TensorInfo) -> ExpertBlocks:
         """Describe a gpt-oss layer's tensor of blocks, which has the matrices of all experts."""
@@ -374,8 +379,9 @@ class MatrixFinder(GivenTensors):
                 f"tensor {tensor_name(name)} is {info.dtype} {list(info.shape)}: it must be uint8 "
                 f"[experts, rows, groups, {_MXFP4 // 2}]"
             )
-        self._take(f"{module}_scales", "uint8", info.shape[:3])
-        return ExpertBlocks(name, f"{module}_scales", info.shape)
+        scales = f"{module}_scales"
+        self._take(scales, "uint8", info.shape[:3])
+        return ExpertBlocks(name, scales, info.shape, kept_groups(self._read(scales)))
 
     def _bitsandbytes(self, name: str, info: TensorInfo) -> StoredMatrix | None:
         if info.dtype == "int8":

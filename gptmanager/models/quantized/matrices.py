@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
-from gptmanager.kernels.gemm.panels.code_loops import E2M1, NAMED
+from gptmanager.kernels.gemm.packed_matrix import Quantized
+from gptmanager.kernels.gemm.panels.code_loops import NAMED
 from gptmanager.kernels.gemm.panels.codes import Codes, numbers
 from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_columns, unpack_stream
 from gptmanager.memory.checkpoint.tensor_sources import CodesOf, tensor_name
@@ -84,12 +85,12 @@ class Grid:
 class StoredMatrix(ABC):
     """A quantized matrix of `shape` `[rows, columns]`.
 
-    `in_groups`: whether `groups`, a method of `IntegerMatrix` and `MlxMatrix`, can be called.
+    `groups_of`: see `TensorInfo.groups`; unless it is None, the matrix has a method `groups`.
     `codes_of`: see `TensorInfo.codes`.
     """
 
     shape: tuple[int, ...]
-    in_groups = False
+    groups_of: Quantized | None = None
     codes_of: CodesOf = "rows"
 
     @abstractmethod
@@ -151,30 +152,6 @@ class ScaledExperts(StoredMatrix):
 
 
 @dataclass(frozen=True)
-class Float4Matrix(StoredMatrix):
-    """4-bit floats (E2M1), two in a byte, with a scale for each group of columns.
-
-    `global_scale`: the name of a tensor with one number, or None. Scales are divided by this number
-    or, if `is_factor`, multiplied by it.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    scales: Grid
-    global_scale: str | None = None
-    is_factor: bool = False
-
-    def codes(self, read: Read, rows: range) -> Codes:
-        scales = self.scales.rows(read, rows)
-        if self.global_scale is not None:
-            number = read(self.global_scale).float()
-            scales = scales * number if self.is_factor else scales / number
-            check_scales(self.global_scale, scales)
-        packed = read(self.name, rows, range(self.shape[1] // 2))
-        return Codes(codes=packed, scales=scales, block=self.scales.width, kind=E2M1)
-
-
-@dataclass(frozen=True)
 class IntegerMatrix(StoredMatrix):
     """Packed integers in groups of columns. An element is (integer - zero) * scale.
 
@@ -183,7 +160,7 @@ class IntegerMatrix(StoredMatrix):
     `offset` is added to the stored zeros, modulo 2 ** bits. Without `zeros`, all zeros are the
     middle of the range, 2 ** (bits - 1). `middle`: whether `zeros` may contain only this middle.
     `column_groups`: the group of each column, int32 `[columns]`, or None if groups are in order.
-    `in_groups`: whether `groups` can return the matrix. `signed`: the 4 bits of an integer are
+    `groups_of`: "int4" if `groups` can return the matrix. `signed`: the 4 bits of an integer are
     those of a number from -8 to 7, to which 8 is added.
     """
 
@@ -197,7 +174,7 @@ class IntegerMatrix(StoredMatrix):
     transposed: bool = False
     order: tuple[int, ...] = ()
     column_groups: Tensor | None = None
-    in_groups: bool = False
+    groups_of: Quantized | None = None
     signed: bool = False
 
     def codes(self, read: Read, rows: range) -> Codes:
@@ -219,7 +196,7 @@ class IntegerMatrix(StoredMatrix):
         )
 
     def groups(self, read: Read, rows: range) -> PackedGroups:
-        """Return `rows` as groups of 4-bit values. `in_groups` must be true."""
+        """Return `rows` as groups of 4-bit values. `groups_of` must not be None."""
         scales, width = self.scales.rows(read, rows).half(), self.scales.width
         zeros, minima = self._zeros(read, rows), None
         if isinstance(zeros, Tensor) and not self.middle:
@@ -336,39 +313,6 @@ class NestedScales:
         """Return the scales of these blocks in float32."""
         places = torch.arange(blocks.start, blocks.stop) // self.block
         return self.values[read(self.name, blocks).int()] * self.outer[places] + self.offset
-
-
-@dataclass(frozen=True)
-class ExpertBlocks:
-    """One weight of all experts of a gpt-oss layer: 4-bit floats in groups of 32 columns.
-
-    `name`, `scales`: the names of the tensors. `shape`: the dequantized shape, `[experts, columns,
-    rows]`. `stored`: the shape of the tensor `name`, `[experts, rows, groups, bytes]`.
-    """
-
-    name: str
-    scales: str
-    stored: tuple[int, ...]
-    in_groups = False
-    codes_of: CodesOf = "columns"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        experts, rows, groups, size = self.stored
-        return experts, groups * size * 2, rows
-
-    def codes(self, read: Read, rows: range) -> Codes:
-        """Return `rows`, which must belong to one expert.
-
-        Rows are numbered consecutively across the experts.
-        """
-        expert, first = divmod(rows.start, self.stored[1])
-        each = range(expert, expert + 1), range(first, first + len(rows)), range(self.stored[2])
-        packed = read(self.name, *each, range(self.stored[3]))[0]
-        scales = numbers(read(self.scales, *each)[0])
-        check_scales(self.scales, scales)
-        block = 2 * self.stored[3]
-        return Codes(codes=packed.flatten(1), scales=scales, block=block, kind=E2M1)
 
 
 def _whole_words(bits: int) -> tuple[int, int]:

@@ -7,19 +7,26 @@ also has `biases`, which are added to the scaled numbers. The experts of a layer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
+from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.kernels.gemm.panels.code_loops import E2M1
 from gptmanager.kernels.gemm.panels.codes import Codes, powers_of_two
 from gptmanager.kernels.gemm.panels.words import PackedGroups, unpack_stream
 from gptmanager.memory.checkpoint.safetensors_reader import FLOATS
 from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
-from gptmanager.models.quantized.matrices import IN_WORDS, Read, StoredMatrix, check_scales
+from gptmanager.models.quantized.float4 import float4_groups, kept_groups
+from gptmanager.models.quantized.matrices import (
+    IN_WORDS,
+    Read,
+    StoredMatrix,
+    check_scales,
+)
 from gptmanager.models.quantized.mlx_options import BITS, MLX_FIELD, Packing, Packings, mlx_error
 
 _WORDS = ("uint32", "int32")  # dtypes of packed numbers
@@ -38,7 +45,7 @@ class MlxMatrix(StoredMatrix):
     module: str
     shape: tuple[int, ...]
     packing: Packing
-    in_groups: bool = False
+    groups_of: Quantized | None = None
 
     def codes(self, read: Read, rows: range) -> Codes:
         bits, block, mode, _ = self.packing
@@ -54,8 +61,10 @@ class MlxMatrix(StoredMatrix):
         return Codes(codes=unpack_stream(words, bits), minima=minima, **shared)
 
     def groups(self, read: Read, rows: range) -> PackedGroups:
-        """Return `rows` as groups of 4-bit values. `in_groups` must be true."""
+        """Return `rows` as groups of 4-bit values. `groups_of` must not be None."""
         words = self._part(read, "weight", rows).view(torch.int32)
+        if self.packing.mode != "affine":
+            return float4_groups(_bytes(words), self._scales(read, rows))
         scales, minima = (
             self._numbers(read, it, rows).half().contiguous() for it in ("scales", "biases")
         )
@@ -137,11 +146,13 @@ def mlx_matrix(
     matrix = MlxMatrix(module, shape, packing)
     if mode != "affine":
         take(f"{module}.scales", "uint8", groups)
-        return matrix
+        if mode != "mxfp4":
+            return matrix
+        return replace(matrix, groups_of=kept_groups(read(f"{module}.scales")))
     for ending in ("scales", "biases"):
         take(f"{module}.{ending}", {*FLOATS.values()}, groups)
     if bits == 4 and _fit_float16(*(read(f"{module}.{it}") for it in ("scales", "biases"))):
-        return MlxMatrix(module, shape, packing, in_groups=True)
+        return replace(matrix, groups_of="int4")
     return matrix
 
 

@@ -14,8 +14,9 @@ from gptmanager.kernels.gemm.panels.codes import Codes
 from gptmanager.kernels.gemm.panels.words import PackedGroups
 from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, TensorSource
+from gptmanager.models.quantized.float4 import ExpertBlocks, Float4Matrix
 from gptmanager.models.quantized.formats import MatrixFinder
-from gptmanager.models.quantized.matrices import ExpertBlocks, IntegerMatrix, Read, StoredMatrix
+from gptmanager.models.quantized.matrices import IntegerMatrix, Read, StoredMatrix
 from gptmanager.models.quantized.mlx import MlxMatrix
 from gptmanager.models.quantized.scheme_fields import Scheme
 
@@ -40,7 +41,7 @@ class QuantizedSource:
         self._matrices: dict[str, StoredMatrix | ExpertBlocks] = finder.matrices
         self._found = {n: it for n, it in given.items() if n not in finder.used}
         self._found |= {
-            name: TensorInfo(matrix.shape, "float32", matrix.in_groups, matrix.codes_of)
+            name: TensorInfo(matrix.shape, "float32", matrix.groups_of, matrix.codes_of)
             for name, matrix in self._matrices.items()
         }
 
@@ -87,7 +88,10 @@ class QuantizedSource:
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, PackedGroups]]:
         matrix = self._matrices[name]
-        assert isinstance(matrix, (IntegerMatrix, MlxMatrix))
+        assert isinstance(matrix, (IntegerMatrix, MlxMatrix, Float4Matrix, ExpertBlocks))
+        if isinstance(matrix, ExpertBlocks):
+            yield 0, matrix.groups(self._reader(max_bytes), rows)
+            return
         for own, read in self._slices(matrix, rows, max_bytes, _CODE_BYTES):
             yield own.start - rows.start, matrix.groups(read, own)
 

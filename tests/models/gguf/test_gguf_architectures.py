@@ -64,8 +64,8 @@ def test_value_heads_of_whole_groups_stay_in_4_bits(value_dim: int, tmp_path: Pa
     source = GgufTensors(read_header(path), ARCHITECTURES["qwen35"], 1, 1, value_heads=heads)
 
     ((name, info),) = source.describe().items()
-    assert info.in_groups == (value_dim != 16)
-    if info.in_groups:
+    assert info.groups == (None if value_dim == 16 else "int4")
+    if info.groups:
         found = [it.floats() for _, it in source.groups(name, 384 * 4, range(1, 3))]
         assert resident_bytes(path) == 0  # what was read is released
         floats = [it for _, it in source.pieces(name, 1 << 20, [range(1, 3), range(384)])]

@@ -229,6 +229,9 @@ def quantized_llama(
             scales = [208] if block.name == "Q6_K" else [0, 2][: 2 if "_1" in block.name else 1]
             ends = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "TQ1_0": [52]}
             scales = ends.get(block.name, scales)
+            if block.name == "MXFP4":  # half of the power of two is the scale of the codebook
+                raw[:, 0] = np.round(np.log2(scale) + 128 + np.arange(len(raw)) % 3)
+                scales = []
             for at in scales:
                 raw[:, at : at + 2] = np.float16([scale]).view(np.uint8)
             tensors[name] = number, raw.reshape(*values.shape[:-1], -1)
@@ -332,6 +335,10 @@ def test_quantized_files_are_kept_in_few_bits_unless_a_dtype_is_given(
         (3, "int4", False),
         (12, "file", True),
         (34, "file", False),
+        (20, "file", False),
+        (23, "int4", False),
+        (39, "file", True),
+        (39, "int4", False),
     ],
 )
 def test_matrices_in_4_bits_keep_their_numbers(
@@ -340,23 +347,34 @@ def test_matrices_in_4_bits_keep_their_numbers(
     """Also the rows of queries and keys that are stored in pairs, and in a converted folder."""
     path = quantized_llama(tmp_path / "a.gguf", number, sparse)
     exact = load_model(path, dtype="float32").weights
-    # of Q4_K, scales and minima of at most 63 x 0.001 become float16
-    error = 0.063 * 16 / 2**11 if number == 12 else 0
+    # scales and minima become float16: at most 63 x 0.001 of Q4_K, 32 x 0.001 of IQ4_XS
+    error = {12: 0.063 * 16 / 2**11, 23: 0.032 * 127 / 2**12}.get(number, 0)
     folder = convert_checkpoint(path, tmp_path / "folder", weights_dtype="int4")
+    codebook = BLOCK_TYPES[number].codebook
     for source in (path, folder):
         weights = load_model(source, dtype="float32", weights_dtype=weights_dtype).weights
         kept = [name for name in weights if isinstance(weights[name], Int4Matrix)]
         assert len(kept) == len(weights.matrices) - sparse  # the router is floats
         for name in kept:
             assert (weights[name].unpacked() - plain(exact[name])).abs().max() <= error
+            is_head = weights_dtype == "int4" and name == "embeddings"
+            assert is_head or weights[name].codebook == codebook
 
 
-def test_matrices_with_scales_beyond_float16_are_stored_in_8_bits(tmp_path: Path) -> None:
-    path = quantized_llama(tmp_path / "small.gguf", 12, scale=5e-7)  # the largest scale is 3.1e-5
+@pytest.mark.parametrize(
+    ("number", "small", "large"),
+    [(12, 5e-7, 60000), (23, 1e-7, 60000), (39, 2.0**-17, 2.0**16)],
+)
+def test_matrices_with_scales_beyond_float16_are_stored_in_8_bits(
+    number: int, small: float, large: float, tmp_path: Path
+) -> None:
+    """The largest scale of a file must be at least 2^-14; one of Q4_K is up to 63 times its number."""
+    path = quantized_llama(tmp_path / "small.gguf", number, scale=small)
     weights = load_model(path, weights_dtype="file").weights
     assert {matrix.values.dtype for matrix in weights.matrices} == {torch.int8}
-    path = quantized_llama(tmp_path / "large.gguf", 12, scale=60000)
-    with pytest.raises(ConfigError, match="proj.weight of Q4_K has a scale .*at most 65504"):
+    path = quantized_llama(tmp_path / "large.gguf", number, scale=large)
+    name = BLOCK_TYPES[number].name
+    with pytest.raises(ConfigError, match=f"proj.weight of {name} has a scale .*at most 65504"):
         load_model(path, weights_dtype="file")
     load_model(path, weights_dtype="int8")
 

@@ -135,7 +135,7 @@ def test_rows_are_read_in_any_slices(name: str) -> None:
     assert len(pieces) > 3
     assert [start for start, _ in pieces] == [0, *range(5, 59, 8)]
     assert torch.equal(torch.cat([piece for _, piece in pieces]), whole[3:62, 5:30])
-    if source.describe()[own].in_groups:
+    if source.describe()[own].groups:
         groups = list(source.groups(own, 1, range(3, 62)))
         assert [start for start, _ in groups] == [start for start, _ in pieces]
         found = torch.cat([part.floats() for _, part in groups])

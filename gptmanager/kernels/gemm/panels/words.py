@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
+from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Codebook, Groups
 from gptmanager.kernels.gemm.panels.word_loops import (
     AWQ_ORDER,
     AWQ_ROWS,
@@ -34,7 +34,7 @@ class PackedGroups:
     `[rows / 8, columns]`: a word has the values of 8 rows in one column. The value of the i-th of
     these rows is at place `order[i]` of the word, counted from the lowest bits. The first `skipped`
     unpacked rows do not belong to the matrix. `scales` and `minima` are float16 `[n, blocks]`. A
-    block has `width` columns, a multiple of 32, or all columns of a row.
+    block has `width` columns, a multiple of 32, or all columns of a row. `codebook`: see `Groups`.
     """
 
     words: Tensor
@@ -44,6 +44,7 @@ class PackedGroups:
     minima: Tensor | None = None
     order: tuple[int, ...] = ()
     skipped: int = 0
+    codebook: Codebook | None = None
 
     def __len__(self) -> int:
         return len(self.scales)
@@ -55,7 +56,7 @@ class PackedGroups:
         else:
             values = unpack(self.words, 4)[:, : self.columns]
         minima = None if self.minima is None else self.in_groups(self.minima)
-        return Groups(values, self.in_groups(self.scales), minima)
+        return Groups(values, self.in_groups(self.scales), minima, self.codebook)
 
     def rows(self, rows: slice) -> Groups:
         return self.groups().rows(rows)

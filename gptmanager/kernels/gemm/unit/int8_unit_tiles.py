@@ -9,7 +9,8 @@ added in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -20,6 +21,7 @@ from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE
 from gptmanager.kernels.gemm.int4_tiles import GROUP_BYTES, SCALE_BYTES
 from gptmanager.kernels.gemm.matrix_tiles import PANELS, fetch_line, has_matrix_unit, move, unit
 from gptmanager.kernels.gemm.small_matmul import repeat
+from gptmanager.kernels.simd.byte_tables import BYTES, load_table, looked_up
 from gptmanager.kernels.simd.lanes import (
     FLOAT,
     INDICES,
@@ -48,7 +50,6 @@ _MINIMA = _SCALES + SPAN_GROUPS * 4 * LANES
 _SUMS = _MINIMA + SPAN_GROUPS * 4 * LANES
 SPAN_BYTES = _SUMS + 2 * TILE_BYTES
 _LINE = ir.Constant(LONG, 64)
-_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 
 
 def has_int8_unit() -> bool:
@@ -141,11 +142,26 @@ def unpack_groups(
     from scales to minima. If the groups have no minima, `minima` is 0, and 8 is subtracted from
     each value.
     """
-    none, low = ir.Constant(LONG, 0), ir.Constant(_BYTES, [15] * 4 * LANES)
-    shifts = ir.Constant(_BYTES, [4] * 4 * LANES)
-    has_minima = builder.icmp_signed("!=", minima, none)
-    middle = ir.Constant(_BYTES, [MIDDLE] * 4 * LANES)
-    less = builder.select(has_minima, ir.Constant(_BYTES, None), middle)
+    has_minima = builder.icmp_signed("!=", minima, ir.Constant(LONG, 0))
+    less = builder.select(has_minima, ir.Constant(BYTES, None), _all(MIDDLE))
+    _unpack(builder, span, values, scales, minima, count, lambda own: builder.sub(own, less))
+
+
+@intrinsic(nothing, *[long] * 5)
+def unpack_numbers(
+    builder: Any, span: Any, values: Any, scales: Any, codebook: Any, count: Any
+) -> None:
+    """Do as `unpack_groups` for a matrix with a codebook, at the address `codebook`."""
+    table, none = load_table(builder, codebook), ir.Constant(LONG, 0)
+    found = functools.partial(looked_up, builder, table)
+    _unpack(builder, span, values, scales, none, count, found)
+
+
+def _unpack(
+    builder: Any, span: Any, values: Any, scales: Any, minima: Any, count: Any,
+    converted: Callable[[Any], Any],
+) -> None:  # fmt: skip
+    """Do as `unpack_groups`; `converted(values)` returns the int8 numbers of 64 values."""
     halves = ir.VectorType(ir.HalfType(), LANES)
 
     def step(index: Any, _: Sequence[Any]) -> Sequence[Any]:
@@ -154,11 +170,10 @@ def unpack_groups(
         fetch_line(builder, plus(builder, scale, SPAN_GROUPS * SCALE_BYTES))
         to = builder.add(span, times(builder, index, UNPACKED_BYTES))
         for n in range(0, GROUP_BYTES, 64):
-            both = _load(builder, plus(builder, source, n), _BYTES)
-            lower = builder.sub(builder.and_(both, low), less)
-            upper = builder.sub(builder.lshr(both, shifts), less)
-            _store(builder, lower, plus(builder, to, n))
-            _store(builder, upper, plus(builder, to, GROUP_BYTES + n))
+            both = _load(builder, plus(builder, source, n), BYTES)
+            lower, upper = builder.and_(both, _all(15)), builder.lshr(both, _all(4))
+            _store(builder, converted(lower), plus(builder, to, n))
+            _store(builder, converted(upper), plus(builder, to, GROUP_BYTES + n))
         floats = builder.add(span, times(builder, index, 4 * LANES))
         for start, at in ((scale, _SCALES), (builder.add(scale, minima), _MINIMA)):
             wide = builder.fpext(_load(builder, start, halves), VECTOR)
@@ -166,6 +181,10 @@ def unpack_groups(
         return []
 
     repeat(builder, count, [], step)
+
+
+def _all(byte: int) -> Any:
+    return ir.Constant(BYTES, [byte] * BYTES.count)
 
 
 def _sum_group(builder: Any, a: Any, a_stride: Any, span: Any, index: Any) -> Any:

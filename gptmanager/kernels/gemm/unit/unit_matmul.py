@@ -25,6 +25,7 @@ from gptmanager.kernels.gemm.unit.int8_unit_tiles import (
     groups_tile,
     stretch_tile,
     unpack_groups,
+    unpack_numbers,
 )
 from gptmanager.kernels.simd.lanes import LANES, claim, loop, task_at
 from gptmanager.kernels.simd.threads import NEXT_PART
@@ -104,7 +105,11 @@ def _multiply_groups(
     """
     num_groups, minima, stride = t.depth // GROUP, t.minima, planes_size(t.depth)
     count, values = min(SPAN_GROUPS, num_groups - k), panel + k * GROUP_BYTES
-    unpack_groups(span, values, scales_of(t, panel) + k * SCALE_BYTES, minima, count)
+    scales = scales_of(t, panel) + k * SCALE_BYTES
+    if t.codebook:
+        unpack_numbers(span, values, scales, t.codebook, count)
+    else:
+        unpack_groups(span, values, scales, minima, count)
     for row in range(0, rows, UNIT_ROWS):
         some, own, to = min(UNIT_ROWS, rows - row), x + row * stride, c + 256 * row
         now = _configured(t, some, _FOR_INT4, now)

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gptmanager.kernels.gemm.int4_groups import GROUP, MIDDLE, Groups
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, GROUP, MIDDLE, Codebook, Groups
+from gptmanager.kernels.gemm.packed_matrix import Quantized
 from gptmanager.models.gguf.blocks import grid_blocks
 from gptmanager.models.gguf.blocks.block_fields import bit_fields, halves, stored_halves
 
-_DOUBLED_E2M1 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]).float()
-_IQ4 = torch.tensor(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
-).float()
+_DOUBLED_E2M1, _IQ4 = CODEBOOKS["e2m1"].float(), CODEBOOKS["iq4"].float()
+_ToGroups = Callable[[Tensor], Groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class BlockType:
     `unpack` converts uint8 `[blocks, num_bytes]` to `[blocks, size]` of that dtype. `groups`
     converts each block to a row of groups of 4-bit values. It is None for types without such
     groups. The groups are equal to the block unless `rounds_scales`: then their scales and minima
-    are those of the block, rounded to float16.
+    are those of the block, rounded to float16. `codebook`: that of the groups.
     """
 
     name: str
@@ -37,8 +36,14 @@ class BlockType:
     num_bytes: int
     unpack: Callable[[Tensor], Tensor]
     dtype: str = "float32"
-    groups: Callable[[Tensor], Groups] | None = None
+    groups: _ToGroups | None = None
     rounds_scales: bool = False
+    codebook: Codebook | None = None
+
+    @property
+    def group_kind(self) -> Quantized | None:
+        """How a matrix stores the groups; None if there are none."""
+        return None if self.groups is None else self.codebook or "int4"
 
     @property
     def is_quantized(self) -> bool:
@@ -148,24 +153,41 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales.unsqueeze(-1) * values).flatten(1)
 
 
-def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _IQ4[_nibbles(blocks[:, 2:]).int()] * halves(blocks, 0)
+def _iq4_nl_groups(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[:, 2:]), stored_halves(blocks, 0), None, "iq4")
+
+
+def _iq4_xs_scales(blocks: Tensor) -> Tensor:
+    """Return the scales of the 8 sub-blocks of each block."""
+    low, high = bit_fields(blocks[:, 4:8], 4, 2), bit_fields(blocks[:, 2:4], 2, 4)
+    return halves(blocks, 0) * ((low | high << 4).float() - 32)
+
+
+def _iq4_xs_values(blocks: Tensor) -> Tensor:
+    return _nibbles(blocks[:, 8:].reshape(-1, 8, 16))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    low, high = bit_fields(blocks[:, 4:8], 4, 2), bit_fields(blocks[:, 2:4], 2, 4)
-    scales = halves(blocks, 0) * ((low | high << 4).float() - 32)
-    values = _IQ4[_nibbles(blocks[:, 8:].reshape(-1, 8, 16)).int()]
-    return (scales.unsqueeze(-1) * values).flatten(1)
+    values = _IQ4[_iq4_xs_values(blocks).int()]
+    return (_iq4_xs_scales(blocks).unsqueeze(-1) * values).flatten(1)
+
+
+def _iq4_xs_groups(blocks: Tensor) -> Groups:
+    values, scales = _iq4_xs_values(blocks).flatten(1), _iq4_xs_scales(blocks).half()
+    return Groups(values, scales, None, "iq4")
+
+
+def _mxfp4_scales(blocks: Tensor) -> Tensor:
+    """Return 2 ** (first byte - 127) / 2: the numbers of the codebook are doubled."""
+    return torch.exp2(blocks[:, :1].float() - 128)  # a subnormal number for the byte 0
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
-    """Return the E2M1 numbers of each block times 2 ** (first byte - 127).
+    return _DOUBLED_E2M1[_nibbles(blocks[:, 1:]).int()] * _mxfp4_scales(blocks)
 
-    The table has the doubled E2M1 numbers, which are multiplied by half of this factor.
-    """
-    by = torch.exp2(blocks[:, :1].float() - 128)  # a subnormal number for the byte 0
-    return _DOUBLED_E2M1[_nibbles(blocks[:, 1:]).int()] * by
+
+def _mxfp4_groups(blocks: Tensor) -> Groups:
+    return Groups(_nibbles(blocks[:, 1:]), _mxfp4_scales(blocks).half(), None, "e2m1")
 
 
 def _nvfp4(blocks: Tensor) -> Tensor:
@@ -211,9 +233,24 @@ def _tq2_0_groups(blocks: Tensor) -> Groups:
 
 
 def _in_groups(
-    name: str, size: int, num_bytes: int, groups: Callable[[Tensor], Groups]
+    name: str, size: int, num_bytes: int, groups: _ToGroups, codebook: Codebook | None = None
 ) -> BlockType:
-    return BlockType(name, size, num_bytes, lambda own: groups(own).floats(), groups=groups)
+    def unpack(blocks: Tensor) -> Tensor:
+        return groups(blocks).floats()
+
+    return BlockType(name, size, num_bytes, unpack, groups=groups, codebook=codebook)
+
+
+def _near_groups(
+    name: str,
+    size: int,
+    num_bytes: int,
+    unpack: Callable[[Tensor], Tensor],
+    groups: _ToGroups,
+    codebook: Codebook | None = None,
+) -> BlockType:
+    """Return a type with scales that must be rounded to float16 for groups."""
+    return BlockType(name, size, num_bytes, unpack, "float32", groups, True, codebook)
 
 
 def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -230,22 +267,22 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     8: BlockType("Q8_0", 32, 34, _q8_0),
     10: BlockType("Q2_K", 256, 84, _q2_k),
     11: BlockType("Q3_K", 256, 110, _q3_k),
-    12: BlockType("Q4_K", 256, 144, _q4_k, groups=_q4_k_groups, rounds_scales=True),
+    12: _near_groups("Q4_K", 256, 144, _q4_k, _q4_k_groups),
     13: BlockType("Q5_K", 256, 176, _q5_k),
     14: BlockType("Q6_K", 256, 210, _q6_k),
     16: BlockType("IQ2_XXS", 256, 66, grid_blocks.iq2_xxs),
     17: BlockType("IQ2_XS", 256, 74, grid_blocks.iq2_xs),
     18: BlockType("IQ3_XXS", 256, 98, grid_blocks.iq3_xxs),
     19: BlockType("IQ1_S", 256, 50, grid_blocks.iq1_s),
-    20: BlockType("IQ4_NL", 32, 18, _iq4_nl),
+    20: _in_groups("IQ4_NL", 32, 18, _iq4_nl_groups, "iq4"),
     21: BlockType("IQ3_S", 256, 110, grid_blocks.iq3_s),
     22: BlockType("IQ2_S", 256, 82, grid_blocks.iq2_s),
-    23: BlockType("IQ4_XS", 256, 136, _iq4_xs),
+    23: _near_groups("IQ4_XS", 256, 136, _iq4_xs, _iq4_xs_groups, "iq4"),
     29: BlockType("IQ1_M", 256, 56, grid_blocks.iq1_m),
     30: BlockType("BF16", 1, 2, _as(torch.bfloat16), "bfloat16"),
     34: _in_groups("TQ1_0", 256, 54, _tq1_0_groups),
     35: _in_groups("TQ2_0", 256, 66, _tq2_0_groups),
-    39: BlockType("MXFP4", 32, 17, _mxfp4),
+    39: _near_groups("MXFP4", 32, 17, _mxfp4, _mxfp4_groups, "e2m1"),
     40: BlockType("NVFP4", 64, 36, _nvfp4),
     41: _in_groups("Q1_0", 128, 18, _q1_0_groups),
     42: _in_groups("Q2_0", 64, 18, _q2_0_groups),
