@@ -18,6 +18,7 @@ from gptmanager.kernels.attention.head_matmul import (
     multiply_heads,
     scratch_bytes,
 )
+from gptmanager.kernels.gemm.int4_groups import codebook_of
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.matmul import STREAMED_ROWS
 from gptmanager.kernels.gemm.matmul_plan import (
@@ -66,10 +67,9 @@ class CpuMatmuls(Kernels):
     ) -> PackedMatrix | None:
         if not can_be_packed(dtype, quantized):
             return None
-        if quantized == "int4":
-            matrix: PackedMatrix = Int4Matrix(rows, columns, dtype)
-        elif quantized == "e2m1" or quantized == "iq4":
-            matrix = Int4Matrix(rows, columns, dtype, codebook=quantized)
+        codebook = codebook_of(quantized)
+        if quantized == "int4" or codebook is not None:
+            matrix: PackedMatrix = Int4Matrix(rows, columns, dtype, codebook=codebook)
         else:
             matrix = PackedMatrix(rows, columns, dtype, quantized == "int8")
         self._plan(matrix)  # compiles the machine code that is still missing

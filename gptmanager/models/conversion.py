@@ -19,7 +19,7 @@ import torch
 
 from gptmanager.config import ProgressCallback
 from gptmanager.errors import ConfigError, quoted_path, write_error
-from gptmanager.kernels.gemm.int4_groups import CODEBOOKS
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, codebook_of
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.memory.checkpoint.safetensors_writer import SafetensorsWriter
@@ -228,8 +228,7 @@ def _layout(
 
 def _new_matrix(kind: Quantized, shape: tuple[int, ...]) -> PackedMatrix:
     if kind != "int8":
-        codebook = kind if kind in CODEBOOKS else None
-        return Int4Matrix(shape[0], shape[1], torch.float32, codebook=codebook)
+        return Int4Matrix(shape[0], shape[1], torch.float32, codebook=codebook_of(kind))
     return PackedMatrix(shape[0], shape[1], torch.float32, quantized=True)
 
 

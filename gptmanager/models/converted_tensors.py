@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gptmanager.errors import ConfigError, quoted
-from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, GROUP, Codebook, Groups
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, GROUP, Codebook, Groups, codebook_of
 from gptmanager.kernels.gemm.packed_matrix import Panels, Quantized
 from gptmanager.memory.checkpoint.safetensors_reader import SafetensorsFolder
 from gptmanager.memory.checkpoint.tensor_sources import TensorInfo, tensor_name
@@ -145,7 +145,7 @@ class ConvertedTensors:
 
     def groups(self, name: str, max_bytes: int, rows: range) -> Iterator[tuple[int, Groups]]:
         columns, kind = self._found[name].shape[1], self._kinds[name]
-        codebook = kind if kind in CODEBOOKS else None
+        codebook = codebook_of(kind)
         ends = [SCALE, *([MINIMUM] if name + MINIMUM in self._given else [])]
         # Each byte has two values, which become two floats of 4 bytes.
         pieces = self._read(name, name, max_bytes // 8, rows)
@@ -206,7 +206,7 @@ class ConvertedTensors:
             values = values if minima is not None else None
         if values is None or scales is None:
             return None
-        return Panels(values, scales, minima, kind if kind in CODEBOOKS else None)
+        return Panels(values, scales, minima, codebook_of(kind))
 
     def _joined(
         self, names: Sequence[str], end: str, dtype: str, shape: tuple[int, ...]

@@ -27,6 +27,11 @@ CODEBOOKS: Mapping[Codebook, Tensor] = {
 }
 
 
+def codebook_of(kind: str | None) -> Codebook | None:
+    """Return the codebook of a kind of 4-bit groups; None for "int4" or another kind."""
+    return next((it for it in CODEBOOKS if it == kind), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Rows of 4-bit values with a scale for each group of 32 columns.

@@ -193,6 +193,9 @@ def test_experts_of_gpt_oss_are_those_of_transformers() -> None:
     [(_, codes)] = source.codes("a.down_proj", 1 << 20, range(16 + 2, 16 + 13))
     assert torch.equal(codes.floats(), exact[1].t()[2:13])
     assert torch.equal(codes.rows(slice(None, None, 2)).floats(), exact[1].t()[2:13:2])
+    assert source.describe()["a.down_proj"].groups == "e2m1"
+    [(_, groups)] = source.groups("a.down_proj", 1 << 20, range(16 + 2, 16 + 13))
+    assert torch.equal(groups.floats(), exact[1].t()[2:13])
 
 
 def test_deepseek_in_8_bit_floats_has_the_numbers_of_its_floats() -> None:
@@ -308,6 +311,30 @@ def test_scales_are_those_of_the_definition(name: str) -> None:
     assert [*source.describe()] == ["a.q_proj.weight"]
     found = torch.cat([piece for _, piece in source.pieces("a.q_proj.weight", 1 << 30)])
     assert torch.equal(found, codes.float() * scales)
+    assert source.describe()["a.q_proj.weight"].groups == ("e2m1" if "MXFP4" in name else None)
+    if "MXFP4" in name:
+        groups = [it.floats() for _, it in source.groups("a.q_proj.weight", 1 << 30, range(160))]
+        assert torch.equal(torch.cat(groups), found)
+
+
+@pytest.mark.parametrize(
+    ("largest", "kept"), [(113, None), (114, "e2m1"), (143, "e2m1"), (144, None), (255, None)]
+)
+def test_float16_must_hold_the_scales_of_groups_of_4_bit_floats(
+    largest: int, kept: str | None
+) -> None:
+    """Half of a scale is stored. Half of the largest one is a normal number from 114 on."""
+    scales = POWERS.clamp(max=largest)
+    scales[3, 1], scales[3, 2] = largest, 0
+    config, tensors, _ = BY_DEFINITION["MXFP4 of Quark"]
+    given = {f"a.q_proj.{key}": it for key, it in {**tensors, "weight_scale": scales}.items()}
+    source = as_floats({"quantization_config": config}, StateDict(given))
+    assert source.describe()["a.q_proj.weight"].groups == kept
+    if kept:
+        [(_, groups)] = source.groups("a.q_proj.weight", 1 << 30, range(160))
+        [(_, floats)] = source.pieces("a.q_proj.weight", 1 << 30)
+        assert groups.scales.isfinite().all()
+        torch.testing.assert_close(groups.floats(), floats, rtol=0, atol=6 * 2.0**-24)
 
 
 NIBBLES = PAIRS & 15, PAIRS >> 4  # of two rows

@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gptmanager.errors import ConfigError
+from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
+from gptmanager.kernels.gemm.packed_matrix import plain
 from gptmanager.models import load_model
 
 HERE = Path(__file__).parent
@@ -257,3 +259,23 @@ def test_a_tensor_of_no_or_other_size_is_named(folder: Path, name: str, number: 
         save_file({**tensors, part: other}, folder / SHARDS[number])
         module = part.rsplit(".", 1)[0]
         assert module in refusal(folder), other.shape
+
+
+def test_experts_of_gpt_oss_stay_in_4_bits() -> None:
+    """Gate and up projections, which are stored in turns, are one matrix of all experts."""
+    generator, tensors = torch.Generator().manual_seed(1), gpt_oss()
+    for name, tensor in tensors.items():
+        if name.endswith("_blocks"):
+            tensor.random_(0, 256, generator=generator)
+        elif name.endswith("_scales"):
+            tensor.random_(118, 124, generator=generator)
+    exact = load_model((GPT_OSS, tensors), dtype="float32").weights
+    for weights_dtype in ("file", "int4"):
+        kept = load_model((GPT_OSS, tensors), weights_dtype=weights_dtype).weights
+        for name in ("up", "down"):
+            matrix = kept[f"layers.0.experts_{name}.weight"]
+            assert isinstance(matrix, Int4Matrix) and matrix.codebook == "e2m1"
+            assert torch.equal(matrix.unpacked(), plain(exact[f"layers.0.experts_{name}.weight"]))
+        assert kept["layers.0.qkv.weight"].values.dtype is (
+            torch.int8 if weights_dtype == "file" else torch.uint8
+        )
