@@ -23,7 +23,7 @@ from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, codebook_of
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
 from gptmanager.memory.checkpoint.safetensors_writer import SafetensorsWriter
-from gptmanager.memory.checkpoint.tensor_sources import GroupedSource, TensorSource
+from gptmanager.memory.checkpoint.tensor_sources import GroupedSource, TensorSource, tensor_name
 from gptmanager.memory.places import Place, name_in_places
 from gptmanager.models.checkpoint_parts import gguf_checkpoint, open_tensors, read_config, read_part
 from gptmanager.models.converted_tensors import (
@@ -152,7 +152,15 @@ def _quantized(
     found: dict[str, Quantized] = {}
     for name, info in tensors.describe().items():
         place = places.get(name)
-        if place is None or place.parameter not in kinds or place.stacked:
+        if place is None or place.parameter not in kinds:
+            continue
+        if place.stacked:
+            if info.groups or info.codes:
+                raise ConfigError(
+                    f"weights_dtype = {weights_dtype!r}: tensor {tensor_name(name)} has quantized "
+                    "matrices of all experts, which would be written as floats; load the "
+                    "checkpoint as it is, or leave weights_dtype out"
+                )
             continue
         if place.transposed:
             raise ConfigError(

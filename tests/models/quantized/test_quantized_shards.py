@@ -22,8 +22,9 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
-from gptmanager.kernels.gemm.packed_matrix import plain
+from gptmanager.kernels.gemm.packed_matrix import Quantized, plain
 from gptmanager.models import load_model
+from gptmanager.models.conversion import convert_checkpoint
 
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text())
@@ -279,3 +280,14 @@ def test_experts_of_gpt_oss_stay_in_4_bits() -> None:
         assert kept["layers.0.qkv.weight"].values.dtype is (
             torch.int8 if weights_dtype == "file" else torch.uint8
         )
+
+
+@pytest.mark.parametrize("weights_dtype", ["int8", "int4"])
+def test_experts_in_one_quantized_tensor_are_not_converted(
+    sound: Path, tmp_path: Path, weights_dtype: Quantized
+) -> None:
+    with pytest.raises(ConfigError, match="down_proj has quantized matrices of all experts"):
+        convert_checkpoint(sound / "gpt-oss", tmp_path / "a", weights_dtype=weights_dtype)
+    assert not any(tmp_path.iterdir())
+    folder = convert_checkpoint(sound / "gpt-oss", tmp_path / "a")
+    assert load_model(folder).weights["layers.0.experts_down.weight"].shape == (128, 32)
