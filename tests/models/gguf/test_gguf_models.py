@@ -368,7 +368,7 @@ def test_matrices_in_4_bits_keep_their_numbers(
 def test_matrices_with_scales_beyond_float16_are_stored_in_8_bits(
     number: int, small: float, large: float, tmp_path: Path
 ) -> None:
-    """The largest scale of a file must be at least 2^-14; one of Q4_K is up to 63 times its number."""
+    """The largest scale must be at least 2^-14; one of Q4_K is up to 63 times its number."""
     path = quantized_llama(tmp_path / "small.gguf", number, scale=small)
     weights = load_model(path, weights_dtype="file").weights
     assert {matrix.values.dtype for matrix in weights.matrices} == {torch.int8}
