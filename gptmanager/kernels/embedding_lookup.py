@@ -36,10 +36,11 @@ class EmbeddingTask(ctypes.Structure):
     Element k of row i is at index
     `i // lanes * panel + i % lanes * positions + k // positions * step + k % positions`. In a 4-bit
     table, this is the index of byte k of row i. Each group of 32 elements takes 16 bytes; byte j of
-    a group holds its elements j and j + 16 (see `Int4Matrix`). `codebook`: see `MatmulTask`. `wide` is scratch, float32 `[width]`
-    for each thread. `dtype` is the dtype of `result`, and of a table that is not quantized. An int8
-    table has `scales`, one for each row. A 4-bit table has `groups`, the scales of its groups, and
-    maybe `minima`. With `adds`, rows are added to `result`; the table is then not quantized.
+    a group holds its elements j and j + 16 (see `Int4Matrix`). `codebook`: see `MatmulTask`. `wide`
+    is scratch, float32 `[width]` for each thread. `dtype` is the dtype of `result`, and of a table
+    that is not quantized. An int8 table has `scales`, one for each row. A 4-bit table has `groups`,
+    the scales of its groups, and maybe `minima`. With `adds`, rows are added to `result`; the table
+    is then not quantized.
     """
 
     _fields_ = task_fields(

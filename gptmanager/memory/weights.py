@@ -47,13 +47,13 @@ class Weights:
     the destinations of all tensors by name. A name in the checkpoint may lack `prefix`. If the name
     begins with a key of `prefixes`, the key is replaced by its value. Tensors without a place are
     skipped if their names match `ignored`; otherwise they are an error.
-    Parameters in `wide` are kept in float32 at least, and matrices in `quantized` in fewer bits. Matrices
-    in `quantized` that have groups of a kind in `kept_groups` in the first source keep them. `cuts` has
-    the part to keep of each parameter; by default, all are kept whole. `shapes` and `places`
-    describe whole parameters. The first `load` allocates the storage. A parameter in `matrices` is
-    stored in the result of `new_matrix(rows, columns, dtype, quantized)`, or in a tensor if this
-    result is None. `as_source` returns a source of the tensors of a mapping, such as an update.
-    `version` counts the loads, so that results of older weights can be recognized.
+    Parameters in `wide` are kept in float32 at least, and matrices in `quantized` in fewer bits.
+    Matrices in `quantized` that have groups of a kind in `kept_groups` in the first source keep
+    them. `cuts` has the part to keep of each parameter; by default, all are kept whole. `shapes`
+    and `places` describe whole parameters. The first `load` allocates the storage. A parameter in
+    `matrices` is stored in the result of `new_matrix(rows, columns, dtype, quantized)`, or in a
+    tensor if this result is None. `as_source` returns a source of the tensors of a mapping, such as
+    an update. `version` counts the loads, so that results of older weights can be recognized.
     """
 
     def __init__(

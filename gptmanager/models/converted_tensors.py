@@ -3,8 +3,9 @@
 A matrix is stored as the `Panels` of a `PackedMatrix` or an `Int4Matrix`. The tensor with the
 matrix's name has its values, int8 `[panels, depth / 4, 16, 4]` or uint8 `[panels, groups, 4, 16,
 4]`. `<name>_scale` has the scales, `<name>_minimum` the minima, if any, `<name>_codebook` the
-numbers of the codebook, if any, as float32 `[16]`, and `<name>_shape` the shape `[rows, columns]`. If panels do not have 16 rows, or are padded to a depth that this machine
-does not use, they are converted when they are read, not mapped into memory.
+numbers of the codebook, if any, as float32 `[16]`, and `<name>_shape` the shape `[rows, columns]`.
+If panels do not have 16 rows, or are padded to a depth that this machine does not use, they are
+converted when they are read, not mapped into memory.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The rows of activations consist of blocks that `int4_activations` writes. The dot product
 instruction multiplies unsigned bytes, here the stored values of the matrix, or the numbers of its
-codebook plus 128, with signed bytes, here the activations. The int32 sums of a group are exact. An element of the result does not depend on
-the number of rows.
+codebook plus 128, with signed bytes, here the activations. The int32 sums of a group are exact. An
+element of the result does not depend on the number of rows.
 """
 
 # mypy: allow-untyped-calls
