@@ -39,6 +39,7 @@ from gptmanager.models.hf.library import load_transformers_library
 from gptmanager.models.hf.linears import PackedLinear
 from gptmanager.models.hf.loading import load_with_transformers
 from gptmanager.models.hf.network import TransformersModel
+from gptmanager.models.hf.probe import _is_causal
 from gptmanager.models.hf.sizes import uses_transformers
 
 
@@ -121,6 +122,20 @@ def test_a_wide_window_that_is_only_in_the_mask_is_found(window: int) -> None:
     assert {it.window for it in model.attention_shapes} == {window, None}
     model = through_transformers(new_network("phimoe", sliding_window=window))
     assert {it.window for it in model.attention_shapes} == {window}
+
+
+def test_a_mask_that_always_shows_the_first_token_is_not_a_window() -> None:
+    def window(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return (key <= query) & (key > query - 8)
+
+    def sink(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        return window(batch, head, query, key) | (key == 0)
+
+    assert _is_causal(window, 8, 8) and not _is_causal(sink, 8, 8)
 
 
 @pytest.mark.parametrize(("name", "fields"), [("qwen2_moe", WINDOWED), ("mistral", {})])

@@ -250,6 +250,13 @@ def test_settings_are_checked_by_name():
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=field):
             ServerSettings(model=MODEL, **{field: value})
+    lowest = {"max_queued_requests": 0, "max_queued_tokens": 0, "shutdown_timeout": 0}
+    lowest |= {"max_concurrency": 1, "max_beam_width": 1, "max_adapters": 1, "max_body_bytes": 1}
+    lowest |= {"max_connections": 1, "max_connections_per_address": 1}
+    ServerSettings(model=MODEL, **lowest)
+    for field, value in lowest.items():
+        with pytest.raises(ConfigError, match=f"{field} = {value - 1}"):
+            ServerSettings(model=MODEL, **{field: value - 1})
 
 
 @pytest.mark.parametrize(

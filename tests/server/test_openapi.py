@@ -35,6 +35,8 @@ def test_of_triton_s_calls_only_infer_is_answered_with_bytes():
         for operation in methods.values():
             content = operation["responses"]["200"].get("content", {})
             assert ("application/octet-stream" in content) == path.endswith("/infer"), path
+            # the checks answer without a body, also if they fail
+            assert ("content" in operation["responses"]["503"]) == bool(content), path
 
 
 def test_an_input_of_triton_with_one_element_is_not_a_list():

@@ -260,6 +260,12 @@ def test_the_length_of_the_json_is_checked(post, length):
     assert response.status_code == 400 and "outside 0.." in response.json()["error"]
 
 
+def test_the_json_may_be_the_whole_body(post):
+    body, name = json.dumps({"inputs": JSON}).encode(), "Inference-Header-Content-Length"
+    found = [post("infer", body, headers={name: str(len(body) + more)}) for more in (0, 1)]
+    assert [response.status_code for response in found] == [200, 400]
+
+
 def test_bytes_are_counted(post, expected):
     head = json.dumps(changed(0, parameters={"binary_data_size": 20}, data=0)).encode()
     head = head.replace(b', "data": 0', b"", 1)
