@@ -460,6 +460,8 @@ VLLM_BUCKETS = {
 
 def test_vllm_dashboards_find_what_they_ask_for(registry):
     sink = PrometheusSink(model_name="tiny", prefix="vllm", registry=registry)
+    before = samples(registry)
+    assert before["vllm:num_requests_running"][""] == before["vllm:num_requests_waiting"][""] == 0
 
     run(sink, [InferenceRequest.from_tokens(1, [1, 2], 4)])
 

@@ -35,6 +35,7 @@ from gptmanager.kernels import CpuKernels
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.batch import Batch
+from gptmanager.models.hf.attention import HOLDER, StepHolder, note_call
 from gptmanager.models.hf.library import load_transformers_library
 from gptmanager.models.hf.linears import PackedLinear
 from gptmanager.models.hf.loading import load_with_transformers
@@ -122,6 +123,15 @@ def test_a_wide_window_that_is_only_in_the_mask_is_found(window: int) -> None:
     assert {it.window for it in model.attention_shapes} == {window, None}
     model = through_transformers(new_network("phimoe", sliding_window=window))
     assert {it.window for it in model.attention_shapes} == {window}
+
+
+@pytest.mark.parametrize(("query_dim", "value_dim"), [(8, 16), (16, 8)])
+def test_pages_are_as_wide_as_the_wider_of_keys_and_values(query_dim: int, value_dim: int) -> None:
+    module, holder = torch.nn.Module(), StepHolder()
+    vars(module).update({"layer_idx": 0, HOLDER: holder})
+    query, value = torch.zeros(1, 2, 3, query_dim), torch.zeros(1, 2, 3, value_dim)
+    note_call(module, query, query, value, None)
+    assert holder.calls[0].shape.head_dim == 16
 
 
 def test_a_mask_that_always_shows_the_first_token_is_not_a_window() -> None:

@@ -61,6 +61,12 @@ def test_a_published_field_changes_nothing(name: str, fields: dict[str, Any]) ->
     assert read_spec({**config, **fields}) == read_spec(config)
 
 
+def test_a_pattern_of_windows_without_a_window_changes_nothing() -> None:
+    """EXAONE 4.0 1.2B has both fields."""
+    config = {**family_config("exaone4"), "sliding_window": None}
+    assert read_spec({**config, "sliding_window_pattern": "LLLG"}) == read_spec(config)
+
+
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [

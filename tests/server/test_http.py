@@ -10,7 +10,7 @@ import time
 
 import pytest
 from running_server import running_server, settings_of, wait_for
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gptmanager.errors import ConfigError
@@ -314,6 +314,27 @@ def test_trailers_are_passed_over(server):
         connection.sendall(HEALTH[:-2] + b"Connection: close\r\n\r\n")
         found = answers.read()
     assert b'"count"' in found and found.endswith(b'{"status":"ready"}')
+
+
+def test_a_client_that_writes_while_its_answer_fails_is_read_to_the_end(server):
+    async def pieces():
+        yield "a"
+        raise RuntimeError("boom")
+
+    async def fail(request):
+        return StreamingResponse(pieces())
+
+    routes = server.server.config.app.router.routes
+    routes.append(Route("/fail", fail, methods=["POST"]))
+    size, head = 8 << 20, b"POST /fail HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    try:
+        with connect(server) as connection, connection.makefile("rb") as answer:
+            connection.sendall(head % (size + 999) + bytes(size))
+            assert (
+                answer.readline().startswith(b"HTTP/1.1 200") and b"0\r\n\r\n" not in answer.read()
+            )
+    finally:
+        routes.pop()
 
 
 def test_a_body_that_nobody_read_ends_its_connection(server):

@@ -241,6 +241,15 @@ def test_the_welcome_has_the_format_of_the_log(capsys, monkeypatch, log_format):
     assert code == 0 and message.removeprefix("gptmanager: ").rstrip("\n") == welcomed
 
 
+def test_a_rank_that_follows_ends_well(monkeypatch):
+    followed = []
+    monkeypatch.setattr(main, "is_follower", lambda params: True)
+    monkeypatch.setattr(main, "follow", lambda *given: followed.append(given))
+    monkeypatch.setattr("signal.signal", lambda *given: None)
+    words = ["serve", "--model", str(MODEL), "--threads", "1"]
+    assert main.main(cli.command_parser().parse_args(words)) == 0 and len(followed) == 1
+
+
 def test_settings_are_checked_by_name():
     for field, value in [
         ("port", 70000), ("grpc_port", -1), ("max_concurrency", 0), ("max_queued_requests", -1),

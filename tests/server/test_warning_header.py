@@ -51,6 +51,10 @@ def test_a_million_letters_are_cut():
     warnings.add("x" * 10**6)
     warnings.add_ignored(["y" * 10**6], "ignored")
     assert len(warnings.headers()["Warning"]) < 600
+    warnings = Warnings()
+    warnings.add("x" * 300)
+    warnings.add("y" * 301)
+    assert texts_of(warnings.headers()) == ["x" * 300, f"{'y' * 300}..."]
 
 
 @pytest.fixture(scope="module")
