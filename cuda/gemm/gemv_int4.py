@@ -25,6 +25,7 @@ def covers(x: Tensor, weight: Int4Matrix) -> bool:
     """Return whether `multiply` supports the tensors."""
     return (
         x.dtype in _DTYPES
+        and weight.codebook is None
         and x.shape[1] % 4 == 0
         and x.is_contiguous()
         and x.data_ptr() % 16 == 0
@@ -45,7 +46,7 @@ def multiply(
     `covers` refuses.
     """
     (num_rows, width), depth, dtype = out.shape, x.shape[1], out.dtype
-    values, scales, minima = weight.panels
+    values, scales, minima, _ = weight.panels
     shape = scales.shape
     check_tensors(
         out=(out, (num_rows, width), dtype),
