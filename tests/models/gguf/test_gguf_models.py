@@ -125,6 +125,14 @@ def test_scaled_ropes_are_honored(kind: str, keys: dict[str, Any], tmp_path: Pat
     assert logits_error(save_gguf(tmp_path / "a.gguf", "llama", model, **own), model) < 1e-4
 
 
+def test_the_numbers_of_types_are_those_of_ggml() -> None:
+    gguf = pytest.importorskip("gguf.constants", reason="PyPI's gguf is not installed")
+    integers = {*range(24, 29), gguf.GGMLQuantizationType.Q8_1, gguf.GGMLQuantizationType.Q8_K}
+    known = {int(one): one.name for one in gguf.GGMLQuantizationType if one <= 40}
+    expected = {number: name for number, name in known.items() if number not in integers}
+    assert {number: BLOCK_TYPES[number].name for number in expected} == expected
+
+
 @pytest.mark.parametrize("number", BLOCK_TYPES, ids=lambda number: BLOCK_TYPES[number].name)
 def test_blocks_unpack_as_llama_cpp_unpacks_them(number: int) -> None:
     # not `gguf` alone: that is also the folder of these tests
