@@ -395,8 +395,18 @@ def test_floats_are_rounded_to_the_nearest_number_of_a_codebook(codebook: Codebo
         own = slice(32 * group, 32 * group + 32)
         nearest = (rows[row, own, None] - scales[row, group] * numbers).abs().amin(1)
         torch.testing.assert_close((rows[row, own] - found[row, own]).abs(), nearest)
-    most = rows[:3, :96].view(3, 3, 32).abs().amax(2)
-    torch.testing.assert_close(found[:3, :96].view(3, 3, 32).abs().amax(2), most, rtol=1e-3, atol=0)
+    assert (found[:3] - rows[:3]).norm() < 0.11 * rows[:3].norm()
+
+
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_floats_of_a_matrix_with_a_codebook_are_its_numbers_again(codebook: Codebook) -> None:
+    """Also if no element of a group is the largest number of the codebook."""
+    groups = any_groups(64, 96, codebook)
+    groups.values[CODEBOOKS[codebook][groups.values.int()].abs() > 90] = 3
+    groups.values[CODEBOOKS[codebook][groups.values.int()].abs() == 12] = 3
+    matrix = packed(groups)
+    matrix.copy_(groups.floats())
+    assert torch.equal(matrix.unpacked(), groups.floats())
 
 
 def test_groups_of_another_codebook_are_rounded() -> None:

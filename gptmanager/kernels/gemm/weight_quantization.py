@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,11 @@ from gptmanager.kernels.simd.threads import NEXT_PART, Team, alike, share_of, ta
 # Each number gives a candidate for the scale of a group: see `round_to_groups`.
 STEPS = (8.0, 7.5, 7.0, 8.5, 9.5)
 _STEPS = tuple(map(np.float32, STEPS))
+# Likewise for a codebook, the numbers that the largest element of a group may become.
+_ENDS: Mapping[Codebook, tuple[int, ...]] = {
+    "e2m1": (12, 8),
+    "iq4": (-127, -104, -83, -65, 69, 89, 113),
+}
 _LARGEST = np.float32(torch.finfo(torch.float16).max)
 _NAN = np.float32(np.nan)
 _ALONE = 1 << 15  # with fewer elements, one thread is done before a second thread is awake
@@ -119,19 +124,36 @@ def round_to_groups(rows: Tensor) -> Groups:
 def round_to_codebook(rows: Tensor, codebook: Codebook) -> Groups:
     """Round floats `[n, columns]` to the nearest numbers of a codebook, in groups.
 
-    The element of a group with the largest magnitude becomes the number with the largest magnitude.
-    A group with an element that is not finite has the scale NaN.
+    Several scales are tried for each group, and the scale with the least squared error is kept.
+    With each of them the element with the largest magnitude becomes another number of `_ENDS`. So a
+    group of the codebook's numbers, the largest of which is one of these, remains as it is. A group
+    with an element that is not finite has the scale NaN.
     """
     numbers, places = CODEBOOKS[codebook].float().sort()
-    largest = numbers[numbers.abs().argmax()]
+    middles = (numbers[1:] + numbers[:-1]) / 2
     groups = whole_groups(rows.float())
     most = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    scales = (most / largest).clamp(-float(_LARGEST), float(_LARGEST)).half()
+
+    def rounded(end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return scales, values and squared errors if the largest element becomes `end`."""
+        scales = (most / end).clamp(-float(_LARGEST), float(_LARGEST)).half().float()
+        wanted = (groups / scales).nan_to_num_(0.0, 0.0, 0.0)
+        found = torch.bucketize(wanted, middles, out_int32=True)
+        errors = (numbers[found] * scales - groups).square_().sum(2, keepdim=True)
+        return scales, places[found].to(torch.uint8), errors
+
+    first, *others = _ENDS[codebook]
+    scales, values, errors = rounded(first)
+    for end in others:
+        own = rounded(end)
+        is_better = own[2] < errors  # false if both are infinite, as for huge elements
+        scales, values, errors = (
+            torch.where(is_better, new, old)
+            for new, old in zip(own, (scales, values, errors), strict=True)
+        )
     scales[~groups.isfinite().all(2)] = torch.nan
-    middles = (numbers[1:] + numbers[:-1]) / 2
-    wanted = (groups / scales.float()).nan_to_num_(0.0, 0.0, 0.0)
-    values = places[torch.bucketize(wanted, middles)].to(torch.uint8)
-    return Groups(values.flatten(1)[:, : rows.shape[1]], scales.squeeze(2), None, codebook)
+    values = values.flatten(1)[:, : rows.shape[1]]
+    return Groups(values, scales.squeeze(2).half(), None, codebook)
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
