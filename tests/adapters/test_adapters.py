@@ -239,7 +239,7 @@ def test_the_highest_rank_and_the_last_layer_are_taken() -> None:
     assert adapter.rows[2, 1].a.shape == (8, 4)
 
 
-def test_a_number_that_the_models_dtype_cannot_hold_is_told_with_the_limit() -> None:
+def test_a_number_that_the_models_dtype_cannot_hold_is_refused_with_the_limit() -> None:
     weights = numbers()
     weights[2, 9] = 7e4
     text = r"lora_weights\[2, 9\] = 70000 is not finite in torch.float16: at most 65504"

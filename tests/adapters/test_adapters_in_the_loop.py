@@ -262,7 +262,7 @@ def test_one_that_no_cache_can_hold_is_refused():
     assert "takes 3 pages of 64, and the device cache has 2" in error_of(driver, 1)
 
 
-def test_freed_pages_are_told_before_others_are_written_to_them():
+def test_freed_pages_are_reported_before_others_are_written_to_them():
     driver = driver_of(host=2, device=2)
     driver.submit(request(1, 7, size=2))
     finish(driver)
@@ -308,7 +308,7 @@ def test_adapters_that_do_not_fit_together_run_one_after_the_other():
     assert counts(driver).device_evictions == 1
 
 
-def test_who_comes_later_shares_the_adapter_of_who_runs():
+def test_a_later_request_shares_the_adapter_of_a_running_one():
     driver = driver_of(host=8, device=2)
     driver.submit(request(1, 1, size=2, length=12), request(2, 2, size=1))
     step(driver, 5)
@@ -318,7 +318,7 @@ def test_who_comes_later_shares_the_adapter_of_who_runs():
     finish(driver)
 
 
-def test_a_higher_priority_takes_the_pages_of_who_has_not_started():
+def test_a_higher_priority_takes_the_pages_of_a_request_that_has_not_started():
     driver = driver_of(host=8, device=1, max_batch_size=1)
     driver.submit(request(1, length=12), request(2, 2, size=1))
     step(driver, 4)
@@ -400,7 +400,7 @@ def test_a_paused_request_has_its_adapter_again_before_it_goes_on():
 # Replacing one -----------------------------------------------------------------------------
 
 
-def test_an_adapter_that_is_replaced_serves_who_has_it():
+def test_a_replaced_adapter_serves_the_requests_that_have_it():
     driver = driver_of()
     driver.submit(request(1, 7, size=1, length=12))
     step(driver, 5)
@@ -416,7 +416,7 @@ def test_an_adapter_that_is_replaced_serves_who_has_it():
     assert "not cached" in error_of(driver, 5)
 
 
-def test_what_is_being_read_when_it_is_replaced_serves_who_asked_before():
+def test_an_adapter_replaced_while_it_is_read_serves_earlier_requests():
     driver = driver_of()
     driver.submit(request(1, 7, size=1), request(2, 7))
     step(driver, works=False)
@@ -459,7 +459,7 @@ def test_blocks_are_found_by_the_content_of_an_adapter():
 # Questions ---------------------------------------------------------------------------------
 
 
-def test_what_a_request_waits_for_is_told():
+def test_explain_says_what_a_request_waits_for():
     driver = driver_of()
     driver.submit(request(1, 7, size=1), request(2, 7))
     texts = []

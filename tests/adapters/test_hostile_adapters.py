@@ -164,7 +164,7 @@ def everything():
 
 
 @pytest.mark.parametrize("is_file", [True, False], ids=["recording", "black box"])
-def test_each_is_taken_or_refused_and_told(is_file, tmp_path, monkeypatch):
+def test_each_is_taken_or_refused_with_an_error(is_file, tmp_path, monkeypatch):
     path, sent = tmp_path / "run.jsonl", everything()
     host = RecordingCallbacks(sent.requests)
     before = {*threading.enumerate()}

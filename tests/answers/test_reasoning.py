@@ -281,7 +281,7 @@ def test_an_answer_in_any_pieces_is_the_whole(text, cuts, make):
         ("harmony", "</think>", Reasoning.HARMONY),
     ],
 )
-def test_the_format_is_told_by_the_template(parser, template, expected):
+def test_the_template_determines_the_format(parser, template, expected):
     assert reasoning_of(parser, template) is expected
 
 

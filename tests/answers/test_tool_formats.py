@@ -80,7 +80,7 @@ def test_a_call_of_no_tool_is_content(name):
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_cut_call_is_no_reason_to_run_it(name):
+def test_a_cut_call_does_not_finish_as_tool_calls(name):
     text = TWO[name]
     answer = ChatAnswer(MADE[name].parser(TOOLS))
     answer.push(text[: text.index("Rome") + 2])

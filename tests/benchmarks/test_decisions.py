@@ -100,7 +100,7 @@ def test_decision(benchmark, policy, state, count, reuse):
 
 @pytest.mark.parametrize("reuse", [False, True], ids=["", "reuse"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_waits_behind_a_misfit(benchmark, policy, reuse):
+def test_decisions_about_requests_after_a_misfit(benchmark, policy, reuse):
     context, generation, _ = benchmark(misfits(policy, 2_000, reuse))
     assert len(generation) == 64 and not context
 

@@ -233,7 +233,7 @@ def test_a_cancelled_pending_request_makes_room():
     asyncio.run(main())
 
 
-def test_the_end_of_the_queue_is_told_to_all_who_wait():
+def test_the_end_of_the_queue_wakes_all_waiting_submits():
     requests = AsyncRequestQueue(max_pending=1)
 
     async def main():

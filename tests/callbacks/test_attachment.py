@@ -10,7 +10,7 @@ from gptmanager.errors import ManagerDeadError
 TIMEOUT = 30.0
 
 
-def test_the_end_of_the_manager_is_told_once_with_its_cause():
+def test_the_end_of_the_manager_is_reported_once_with_its_cause():
     # Given an attachment to a living manager
     manager, ends = ManagerStub(), SimpleQueue()
 

@@ -91,7 +91,7 @@ def test_a_handler_may_close_the_queue_that_it_interrupts(name):
     assert point > 5
 
 
-def test_an_interrupted_submit_makes_room_for_all_who_wait(monkeypatch):
+def test_an_interrupted_submit_makes_room_for_all_waiting_submits(monkeypatch):
     """The interrupt comes when its request is queued, and others have found the queue full."""
     requests, wait_for = AsyncRequestQueue(max_pending_tokens=2), Condition.wait_for
     tried, loop = Event(), asyncio.new_event_loop()

@@ -489,7 +489,7 @@ def test_a_manager_that_hangs_says_so(monkeypatch):
             browser.wait_for(lambda it: it.told["hangs"] == 0)
 
 
-def test_a_hang_is_told_long_before_health_calls_it_one(monkeypatch):
+def test_a_hang_is_shown_long_before_health_reports_it(monkeypatch):
     monkeypatch.setattr(live_feed, "_HANG_S", 0.05)
     gate, stepped = threading.Event(), threading.Event()
 
@@ -543,7 +543,7 @@ def test_a_manager_that_drains_says_so():
             ending.join()
 
 
-def test_errors_of_requests_are_told_by_their_class_alone():
+def test_errors_of_requests_show_only_their_class():
     host = RecordingCallbacks()
     with managed(host) as manager, LivePage() as page, page.viewer() as viewer:
         page.attach(manager)

@@ -114,7 +114,7 @@ def test_what_rank_0_raises_is_raised_everywhere_and_the_next_call_works():
         assert str(error) == "GetInferenceRequests failed on rank 0: LookupError: no queue"
 
 
-def test_what_rank_0_yields_before_it_raises_or_beside_other_values_reaches_every_rank():
+def test_what_rank_0_yields_before_it_raises_or_with_other_values_reaches_every_rank():
     def some(good):
         yield good
         yield "neither a request nor an id"

@@ -182,7 +182,7 @@ def test_latencies_begin_when_the_request_arrived():
 
 
 @pytest.mark.parametrize("wrong", ["raises", "is no request"])
-def test_requests_that_get_yields_beside_something_wrong_are_passed_on(registry, wrong):
+def test_requests_that_get_yields_with_something_wrong_are_passed_on(registry, wrong):
     def get(room):
         yield InferenceRequest.from_tokens(1, [1], 2)
         if wrong == "raises":
@@ -325,7 +325,7 @@ def test_static_batches_have_triton_s_other_family(registry):
     assert found["gptmanager_iteration_tokens_sum"] == {"": 2 + 4}
 
 
-def test_the_applications_own_counts_are_told(registry):
+def test_the_applications_own_counts_are_exported(registry):
     PrometheusSink(model_name="tiny", registry=registry, counts=lambda: (3, 4))
 
     found = samples(registry)
@@ -487,7 +487,7 @@ def test_a_value_on_a_bound_lies_below_it():
 # Registries -------------------------------------------------------------------------------------
 
 
-def test_two_managers_are_told_apart_by_their_names(registry):
+def test_labels_distinguish_two_managers(registry):
     with PrometheusSink(model_name="a", registry=registry) as first:
         with PrometheusSink(model_name="b", registry=registry, prefix="vllm") as second:
             first.send_response(1, whole([1, 2]), True, "")

@@ -378,7 +378,7 @@ def test_a_pending_request_is_cancelled_at_once_and_never_fetched(queue):
     assert not handle.cancel()
 
 
-def test_a_fetched_request_is_told_to_stop_until_its_final_response(queue):
+def test_a_stop_of_a_fetched_request_is_repeated_until_its_final_response(queue):
     # Given a request that runs
     handle = queue.submit([1], 5, is_streaming=True)
     queue.get_inference_requests(-1)

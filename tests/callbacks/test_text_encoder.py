@@ -43,7 +43,7 @@ BOUNDED = {
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_no_token_stands_for_more_than_the_bound(name):
+def test_no_token_covers_more_bytes_than_the_bound(name):
     tokenizer, chance = BOUNDED[name], random.Random(0)
     longest = longest_token(tokenizer)
     pieces = ["the rain in spain", " ", "é", "e\u0301", "日本語", "\x00", "Å", "`", "<|end|>", "😀"]

@@ -233,7 +233,7 @@ def test_phase_b_in_runs_of_nine_minutes(tmp_path):
     assert sorted(it for began in runs for it in began) == sorted(step.name for step in steps)
 
 
-def test_what_is_left_is_told_first(tmp_path):
+def test_the_summary_begins_with_what_is_left(tmp_path):
     steps = [shell(name, "true") for name in ("done", "cut", "late", "lacking", "next")]
     records = [
         Record("done", status=0, is_done=True),
@@ -421,7 +421,7 @@ def test_the_probe_tells_what_cannot_be_imported(tmp_path):
     assert told in lines
 
 
-def test_what_a_step_failed_of_is_told_also_where_many_failed(tmp_path):
+def test_the_summary_has_the_error_of_each_step_also_if_many_failed(tmp_path):
     steps = [shell(f"step{number}", "") for number in range(30)]
     for step in steps:
         (tmp_path / f"{step.name}.log").write_text("$ command\nloading\nerror: why\n")
@@ -501,7 +501,7 @@ def test_what_a_sanitizer_found_in_tests_that_pass(tmp_path):
     assert "1 passed" in lines and "ERROR SUMMARY: 3 errors" in lines
 
 
-def test_steps_that_ran_other_code_are_told(tmp_path):
+def test_steps_that_ran_other_code_are_reported(tmp_path):
     step = shell("one", "true")
     for code, is_told in (("now", False), ("before", True)):
         records = [Record("one", status=0, is_done=True, code=code)]

@@ -145,7 +145,7 @@ def test_the_report_names_the_dtype(folder, monkeypatch):
     assert bench(BenchOptions(load=LOAD, repeats=1))["dtype"] == "float32"
 
 
-def test_a_peer_that_fails_is_told():
+def test_a_failed_peer_is_reported():
     source = (TINY, random_llama(TINY, seed=3))
     peer = TransformersPeer(source, OptionalParams())
     with pytest.raises(GptManagerError, match="transformers failed: .*"):

@@ -273,7 +273,7 @@ def test_a_part_or_row_that_fails_does_not_stop_the_others(folder, monkeypatch):
     assert "running" not in report
 
 
-def test_ablations_stand_beside_a_plain_run(folder, monkeypatch):
+def test_ablations_run_next_to_a_plain_run(folder, monkeypatch):
     made, session = [], workbench.Session
 
     def noted(source, params, **options):
@@ -417,7 +417,7 @@ def test_what_the_reference_does_not_know():
     assert not unsupported_reason(TINY)
 
 
-def test_wrong_weights_are_told(llama):
+def test_wrong_weights_are_reported(llama):
     config, state = checkpoint(llama)
     spoiled = {name: weight.clone() for name, weight in state.items()}
     spoiled["model.layers.1.self_attn.v_proj.weight"] *= 1.1
@@ -525,7 +525,7 @@ def test_gaps_of_the_device_are_exposed_host_time(session):
     assert trace_steps(session, 2, 20, 8)["status"] == "skipped"
 
 
-def test_host_time_is_told_where_a_device_computes(session):
+def test_host_time_is_reported_where_a_device_computes(session):
     row = time_load(replace(session, trace=lambda seconds: []), [([1, 2], 3)])
     assert row["host_ms_per_iteration"] > 0
 

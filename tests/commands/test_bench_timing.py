@@ -57,7 +57,7 @@ def test_no_budget_is_never_spent():
     assert not budget.is_spent and not budget.share(5).is_spent
 
 
-def test_contenders_take_turns_and_change_who_is_first():
+def test_contenders_alternate_and_change_the_first():
     order = []
     seconds = measure_all(watches("a", "b", order=order), 4, Budget())
     assert order == ["a", "b", "b", "a", "a", "b", "b", "a"]

@@ -325,7 +325,7 @@ def test_without_a_tokenizer_token_ids_run(call, tmp_path):
     assert f"{' '.join(map(str, good['output_ids']))}\n" in outcome.err
 
 
-def test_the_log_tells_who_joins_and_leaves(run):
+def test_the_log_says_which_requests_join_and_leave(run):
     outcome = run({"prompt": "Once", "max_new_tokens": 3}, {"request_id": 9, "prompt": "upon"})
     lines = [line.partition(" s  ")[2] for line in outcome.err.splitlines()[1:]]
     assert lines[:2] == ["request 1 joins: Once", "request 9 joins: upon"]
@@ -465,7 +465,7 @@ def test_an_error_names_the_option(run, options, error):
         (["--nope"], "gptmanager"),
     ],
 )
-def test_an_unknown_option_is_told_by_its_command(call, arguments, prog):
+def test_an_unknown_option_is_reported_by_its_command(call, arguments, prog):
     outcome = call(*arguments)
     assert outcome.code == 2
     assert outcome.err.splitlines()[0].startswith(f"usage: {prog} ")
@@ -717,7 +717,7 @@ def test_a_text_that_the_standard_output_cannot_encode(call, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("option", ["--record", "--stats", "--output"])
-def test_a_file_that_cannot_be_written_is_told_and_fails_the_run(run, option):
+def test_a_file_that_cannot_be_written_is_reported_and_fails_the_run(run, option):
     outcome = run({"prompt": "Once", "max_new_tokens": 3}, options=[option, "/dev/full"])
     assert outcome.code == 1
     assert f"gptmanager: {option} /dev/full: " in outcome.err and "Traceback" not in outcome.err
@@ -840,7 +840,7 @@ def test_no_file_is_written_over_another(call, model, tmp_path, monkeypatch, arg
         ),
     ],
 )
-def test_what_cannot_be_is_told_in_a_sentence(call, arguments, told):
+def test_impossible_arguments_are_refused_in_a_sentence(call, arguments, told):
     outcome = call(*arguments)
     assert outcome.code == 2 and told in outcome.err and "Traceback" not in outcome.err
 

@@ -131,7 +131,7 @@ def test_a_name_is_as_good_as_a_path(capsys: pytest.CaptureFixture[str], tmp_pat
         ("org/lost", "download it with `hf download org/lost`\n"),
     ],
 )
-def test_what_is_not_there_is_told_with_what_to_do(
+def test_an_error_of_a_missing_model_says_what_to_do(
     name: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -149,7 +149,7 @@ def test_long_texts_show_their_end(terminal):
 @pytest.mark.parametrize("width", [1, 2, 7, 8, 9, 10, 20, 38, 59, 60, 61, 80, 200])
 @pytest.mark.parametrize("text", ["abc " * 60, "日本語" * 60, "🙂 é" * 60, "e\u0301" * 100])
 @pytest.mark.every(5)
-def test_nothing_is_left_behind_at_any_width(terminal, width, text):
+def test_closing_leaves_nothing_at_any_width(terminal, width, text):
     shown = terminal(width)
     view = ProgressDisplay(RedrawnLines(shown.stream))
     rows = [row(i, text, text[:i], i) for i in range(5)]
@@ -197,7 +197,7 @@ def test_texts_that_no_row_shows_are_not_decoded(terminal):
     assert len(decoded) == 5
 
 
-def test_a_failure_is_told_beside_the_prompt(terminal):
+def test_a_failure_is_shown_next_to_the_prompt(terminal):
     shown = terminal(80)
     view = ProgressDisplay(RedrawnLines(shown.stream))
     view.leave(
@@ -275,7 +275,7 @@ def test_what_is_above_is_folded_below_itself(terminal):
     ]
 
 
-def test_the_cursor_is_never_hidden_behind_a_command_that_is_killed(terminal):
+def test_the_cursor_is_visible_after_a_command_is_killed(terminal):
     shown = terminal(80)
     ProgressDisplay(RedrawnLines(shown.stream)).draw([row(1, "Once")], progress())
     assert shown.lines and shown.screen.shows_cursor

@@ -99,7 +99,7 @@ def test_what_is_no_tensor_by_its_name():
     assert (line.request.cache_salt, line.request.retention_priority) == ("a", 80)
 
 
-def test_null_stands_for_not_given():
+def test_null_means_not_given():
     (line,) = read({"prompt": None, "input_ids": [1], "end_id": None, "streaming": None})
     assert tensors(line).keys() == {"input_ids", "request_output_len"}
     assert line.request.is_streaming

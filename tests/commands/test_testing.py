@@ -343,12 +343,12 @@ def test_a_host_that_keeps_the_contract():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_host_that_breaks_it_is_told_how(host, text):
+def test_complaints_name_the_broken_rule(host, text):
     assert text in complaints(**host)
 
 
 @pytest.mark.parametrize("name", ["Get", "SendResponse", "Poll"])
-def test_a_callback_that_takes_seconds_is_told(name):
+def test_a_callback_that_takes_seconds_is_reported(name):
     now = [0.0]
 
     def wait(which, answer):
@@ -486,7 +486,7 @@ def test_a_scripted_model_has_tokens_and_positions(option):
 
 
 @pytest.mark.parametrize("token", [-1, 1000])
-def test_a_script_that_leaves_the_vocabulary_is_told(token):
+def test_a_script_that_leaves_the_vocabulary_is_reported(token):
     host = RecordingCallbacks([request(1)])
     manager = serve(
         host, next_token=lambda history: token, black_box_iterations=0, max_step_failures=1
@@ -523,7 +523,7 @@ def test_final_waits_for_another_thread():
         host.final(2, timeout=0.01)
 
 
-def test_stops_are_told_until_the_final():
+def test_stops_are_repeated_until_the_final():
     host = RecordingCallbacks()
     host.stop(1, 2)
     host.send_response(1, partial([5], 0), False, "")

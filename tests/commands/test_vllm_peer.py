@@ -298,7 +298,7 @@ def test_the_options_must_fit(tmp_path):
     ],
 )
 @pytest.mark.every(4)
-def test_a_run_that_fails_is_told(interpreter, tmp_path, text, why):
+def test_a_failed_run_is_reported(interpreter, tmp_path, text, why):
     engine = peer(tmp_path, interpreter(text))
     with pytest.raises(GptManagerError) as caught:
         engine.run(REQUESTS, 30)

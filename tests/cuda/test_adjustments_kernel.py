@@ -99,7 +99,7 @@ def test_tokens_outside_of_the_vocabulary_are_passed_over(machine):
     check(machine, randn(2, VOCAB), [KINDS[4], KINDS[6]], texts, np.array([20, 20]))
 
 
-def test_the_first_token_behind_the_vocabulary(machine):
+def test_the_first_token_after_the_vocabulary(machine):
     """It is the first one of the next row's logits and marks."""
     texts = np.full((4, 20), VOCAB, dtype=np.int32)
     logits = randn(4, VOCAB)
@@ -109,7 +109,7 @@ def test_the_first_token_behind_the_vocabulary(machine):
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
-def test_marks_before_and_behind_the_vocabulary_are_nobodys(checked_machine, token):
+def test_marks_before_and_after_the_vocabulary_are_ignored(checked_machine, token):
     texts = np.full((1, 20), token, dtype=np.int32)
     check(checked_machine, randn(1, VOCAB), [KINDS[4]], texts, np.array([9]), idle=0)
 

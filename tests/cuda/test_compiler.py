@@ -159,7 +159,7 @@ def test_kernels_compile_without_spilling(program, arch):
     assert not [row for row in rows if row.spills]
 
 
-def test_headers_that_are_not_beside_nvrtc(monkeypatch, tmp_path):
+def test_headers_that_are_not_next_to_nvrtc(monkeypatch, tmp_path):
     """In CUDA 12, each wheel has a folder of its own."""
     compiled = compiler.compile(SOURCE, "sm_90a", ["add<32>"], cache=tmp_path / "first")
     monkeypatch.setattr("cupy.cuda.get_cuda_path", lambda: None)

@@ -257,7 +257,7 @@ def test_a_token_is_the_same_bits_in_any_company(either):
     assert torch.equal(attend(either, together)[:70], attend(either, alone))
 
 
-def test_the_first_token_behind_a_sink_is_not_read(either):
+def test_the_first_token_after_a_sink_is_not_read(either):
     rows, options = PagedRows([(8, 250)], 2, 1, 64), {"window": 20, "sink": 5}
     expected = attend(either, rows, **options)
     rows.put(0, 5, keys=torch.full((1, 64), torch.nan), values=torch.full((1, 64), torch.nan))

@@ -333,7 +333,7 @@ def drafted(*options):
     return requests
 
 
-def test_drafts_of_a_host_beside_rows_of_other_kinds(device, watched):
+def test_drafts_of_a_host_next_to_rows_of_other_kinds(device, watched):
     requests = drafted({}, {"return_log_probs": True}, {"frequency_penalty": 0.1})
     check(device, watched, requests, max_beam_width=2)
 

@@ -269,7 +269,7 @@ def test_virtual_tokens_are_no_drafts(device):
     check_same(device, requests, speculative_decoding_config=lookup)
 
 
-def test_stops_and_cancelled_requests_leave_nothing_behind(device):
+def test_stops_and_cancelled_requests_leave_no_trace(device):
     """A slot is given away while the tokens of who had it are still on their way."""
 
     def requests():

@@ -181,7 +181,7 @@ def test_beams(device):
         assert torch.equal(one["cum_log_probs"], other["cum_log_probs"])
 
 
-def test_behind_a_window_with_a_sink(device):
+def test_a_window_with_a_sink(device):
     cache = {"max_attention_window": 24, "sink_token_length": 5}
     short, long = (requests()[i] for i in (1, 0))
     windowed = serve(device, [short, long], cache=cache, max_seq_len=64)

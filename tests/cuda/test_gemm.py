@@ -140,7 +140,7 @@ def test_it_does_not_matter_which_block_comes_last(ordered_machines):
 
 
 @pytest.mark.parametrize("silu", [False, True], ids=["plain", "silu"])
-def test_a_row_is_the_same_beside_any_others(machine, silu):
+def test_a_row_is_the_same_next_to_any_others(machine, silu):
     """Whatever is in them, and however many there are of one kind's number."""
     width, depth = 40, 200
     x, weight, _ = tensors(64, (1 + silu) * width, depth)

@@ -104,7 +104,7 @@ def test_products_have_no_race(checked_machine, dtype):
 
 @pytest.mark.parametrize("silu", [False, True], ids=["plain", "silu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_alone_and_beside_others(machine, dtype, silu):
+def test_a_row_is_the_same_alone_and_next_to_others(machine, dtype, silu):
     """Whatever number of rows there is, wherever it stands."""
     num_rows, width, depth = 37, 104 if dtype is torch.float16 else 24, 520
     columns = 2 * width if silu else width

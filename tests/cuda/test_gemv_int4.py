@@ -56,7 +56,7 @@ def test_products_have_no_race(checked_machine):
 
 
 @pytest.mark.parametrize("has_minima", [False, True], ids=["centered", "minima"])
-def test_a_row_is_the_same_alone_and_beside_others(machine, has_minima):
+def test_a_row_is_the_same_alone_and_next_to_others(machine, has_minima):
     weight = on(machine, matrix(40, 200, torch.bfloat16, has_minima))
     x = machine.tensor(randn(37, 200, dtype=torch.bfloat16))
     whole = machine.empty((37, 40), torch.bfloat16)

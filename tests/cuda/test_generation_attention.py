@@ -227,7 +227,7 @@ def test_tensors_that_do_not_fit(machine):
 
 
 @pytest.mark.parametrize(("multiprocessors", "kind"), [(4, "shares"), (40, "one each")])
-def test_plans_that_are_not_told_a_stretch(machine, multiprocessors, kind):
+def test_plans_without_a_stretch(machine, multiprocessors, kind):
     rows = PagedRows(one_token_each(*LENGTHS, 700), 4, 2, 64)
     places = Places(multiprocessors, 3)
     plan = plan_generation(rows.kv_lengths.numpy(), 2, places)

@@ -106,7 +106,7 @@ def test_every_peer_in_torch_is_right(report):
     assert all(it["times_ours"] == 1 for it in peers["torch"])
 
 
-def test_a_peer_that_is_not_there_is_told_once(report):
+def test_a_missing_peer_is_noted_once(report):
     lines = [note for note in report["notes"] if note.startswith("flashinfer")]
     assert "flashinfer: not installed: skipped" in lines and len(lines) == len(set(lines))
     assert not any(note.startswith("torch sdpa") for note in report["notes"])
@@ -143,7 +143,7 @@ def test_the_table(report):
     assert any(line.startswith(f"{count} cases: {count} ok; ") for line in told)
 
 
-def test_a_first_use_of_seconds_is_told():
+def test_a_first_use_of_seconds_is_reported():
     engine = {"status": "ok", "plan_us": 3.0, "timed_by": "events"}
     assert "by events; plan 3.0 us; first use 40 s" in _engine_cells(
         OURS, {**engine, "first_use_s": 40.0}
@@ -200,7 +200,7 @@ def test_the_time_limit_skips_what_is_left(launcher):
     assert any("skipped" in line for line in lines(kernel_table(report)))
 
 
-def test_a_run_that_is_killed_has_told_what_it_had(launcher, monkeypatch, tmp_path):
+def test_a_killed_run_leaves_its_report_so_far(launcher, monkeypatch, tmp_path):
     file = tmp_path / "report.json"
 
     def killed(name, number, count):
@@ -339,7 +339,7 @@ def test_goals():
         assert goal.is_met(case, spread, ceilings, 1e-3) is is_met, goal
 
 
-def test_a_goal_beside_a_case_that_did_not_run_is_not_judged(launcher):
+def test_a_goal_that_names_a_case_that_did_not_run_is_not_judged(launcher):
     report = bench_kernels(KernelOptions(only=("3 x 40", "1, 2 x 79")), ground(launcher))
     rows = {row["case"]: row for row in report["kernels"]}
     assert [goal["text"] for goal in rows["1 x 1, 2 x 79"]["goals"]] == ["<= 1.2 x 3 x 40"]
@@ -679,7 +679,7 @@ def test_tokens_that_limits_refuse():
     assert refused_share(logits, SamplingParams(greedy=False), tokens + 9) == 1
 
 
-def test_an_older_torch_is_told(monkeypatch):
+def test_an_older_torch_is_reported(monkeypatch):
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None):
         raise AssertionError("called")
 

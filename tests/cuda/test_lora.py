@@ -69,7 +69,7 @@ def test_a_matrix_with_fewer_modules_than_a_launch_has_room_for(checked_machine)
     close(add(checked_machine, case, rows, before, x), expected(case, rows, before, x))
 
 
-def test_a_rank_behind_the_last_is_not_read(checked_machine):
+def test_a_rank_after_the_last_is_not_read(checked_machine):
     """It would lie behind the pool, whose end is that of the adapter."""
     case = new_case((AdapterModule(0, 1, 2, 64),), [(1,)], gap=0)
     x, before = randn(1, 64), randn(1, 3)

@@ -448,7 +448,7 @@ def test_the_emulator_leaves_products_to_torch(toolchain):
 @pytest.mark.parametrize(
     ("op", "names"), [("linear", ["gemv"]), ("linear_silu_mul", ["gemv", "activate_gated"])]
 )
-def test_a_deterministic_row_is_the_same_beside_any_others(launcher, op, names):
+def test_a_deterministic_row_is_the_same_next_to_any_others(launcher, op, names):
     compute = getattr(CudaKernels(launcher, deterministic=True), op)
     x, weight = randn(35, 72, dtype=torch.bfloat16), randn(48, 72, dtype=torch.bfloat16)
     whole = compute(x, weight)

@@ -46,7 +46,7 @@ def replayed(monkeypatch):
     return sizes
 
 
-def test_rows_are_padded_behind_the_contexts_and_at_the_end():
+def test_rows_are_padded_after_the_contexts_and_at_the_end():
     padded = fitted(packed(1, (3, 7), (8, 9), (4, 5), samples=[1, 2]), SHAPE)
     assert padded.lines.tolist() == [0, 0, 1, 2, 0]
     assert padded.row_starts.tolist() == [0, 4, 4, 5, 6, 6] and padded.row_starts.dtype == np.int32

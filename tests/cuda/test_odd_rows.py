@@ -324,7 +324,7 @@ def test_what_has_given_nan_is_not_found_in_the_cache():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("streams", [False, True])
-def test_odd_rows_behind_an_end_count_for_nothing(device, streams):
+def test_odd_rows_after_an_end_count_for_nothing(device, streams):
     """Behind one of the tokens all are banned: that is an end, or an error."""
     there_is(device)
     asked = prompt(3, 6)

@@ -140,7 +140,7 @@ def test_rows_have_no_race(checked_machine, shape) -> None:
 
 
 @pytest.mark.parametrize("shape", [DeltaShape(1, 1, 8, 8, 4), StateSpaceShape(1, 8, 8, 1, 4)])
-def test_states_behind_the_last_int_are_found(machine, shape) -> None:
+def test_states_beyond_the_largest_int_are_found(machine, shape) -> None:
     layer = Layer(shape, torch.float32)
     near, last = layer.run(machine, WHOLE)
     own = layer.inputs, layer.memory

@@ -229,7 +229,7 @@ def test_steps_are_recorded_anew_when_memory_is_restored(toolchain):
     assert torch.equal(logits(), expected)
 
 
-def test_what_is_launched_behind_a_recording(toolchain):
+def test_launches_after_a_cuda_graph(toolchain):
     """The copy of the tokens to the CPU; and all that somebody wants who wants more."""
     assert launched_choice() == Counter(["copy_"])
     launched = launched_choice(repetition_penalty=1.5)

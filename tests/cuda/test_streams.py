@@ -67,7 +67,7 @@ def test_a_step_runs_before_it_is_recorded_in_the_memory_of_the_last_one(stream)
         stream.calls.clear()
 
 
-def test_a_step_that_cannot_be_recorded_leaves_nothing_behind(stream):
+def test_a_step_that_cannot_be_captured_leaves_no_trace(stream):
     runs = []
 
     def run():

@@ -160,5 +160,5 @@ def test_a_grammar_of_many_comments_is_converted_in_time(byte_guided):
         ('// a ::= b\nstart: "a"', False),
     ],
 )
-def test_gbnf_is_told_from_lark_by_its_rules(grammar, expected):
+def test_rules_distinguish_gbnf_from_lark(grammar, expected):
     assert is_gbnf(grammar) is expected

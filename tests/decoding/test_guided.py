@@ -59,7 +59,7 @@ def test_the_end_is_allowed_exactly_where_the_grammar_accepts(
     assert allowed(regex, [7, 8, *encoded(generated)], end_id=-1) == expected
 
 
-def test_behind_the_end_comes_only_the_end(byte_guided):
+def test_only_the_end_follows_the_end(byte_guided):
     regex = byte_guided.regex("ab?")
     assert allowed(regex, [7, 8, *encoded("a"), END_ID], end_id=-1) == {END_ID}
     assert allowed(regex, [7, 8, *encoded("a"), END_ID, END_ID], end_id=-1) == {END_ID}

@@ -87,7 +87,7 @@ def fault_of(guided, kind, argument):
         ("lark", "start: <[0-99999999]>", "Token range end too large"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_told_by_name(guided, kind, argument, fault):
+def test_impossible_grammars_are_refused_by_name(guided, kind, argument, fault):
     assert fault in fault_of(guided, kind, argument)
 
 
@@ -436,7 +436,7 @@ def test_a_random_schema_works_or_is_an_error_by_name(guided, tokenizer):
     assert worked > 2
 
 
-def test_an_error_that_is_kept_keeps_nothing_of_those_who_were_told(guided):
+def test_a_kept_error_keeps_no_stack_of_its_requests(guided):
     """It is raised for every request that brings the grammar, and each would leave its stack."""
 
     def frames_after_a_request():

@@ -372,12 +372,12 @@ def test_what_cannot_be_enforced_is_refused_or_reported(parser, schema, pointer)
         ({"propertyNames": {"enum": 5}}, "a keyword has a value of a wrong type"),
     ],
 )  # fmt: skip
-def test_a_value_of_a_wrong_type_is_told(schema, told):
+def test_a_value_of_a_wrong_type_is_reported(schema, told):
     with pytest.raises(ValueError, match=re.escape(told)):
         SchemaReader(lenient=True).read(json.dumps(schema))
 
 
-def test_a_schema_that_is_nested_too_deeply_is_told(parser):
+def test_a_schema_that_is_nested_too_deeply_is_refused(parser):
     schema = {"type": "integer"}
     for _ in range(200):
         schema = {"type": "array", "items": schema}

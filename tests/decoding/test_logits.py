@@ -268,7 +268,7 @@ def test_an_error_ends_only_its_request(run_ahead, max_new_tokens, error, caplog
 @pytest.mark.parametrize("prompt_len", [3, 4, 5])  # it fails at its third token, or sooner
 @pytest.mark.parametrize("options", [{"run_ahead": 1}, {"enable_trt_overlap": True}, {}], ids=str)
 @pytest.mark.every(5)
-def test_an_error_beside_requests_that_do_not_run_ahead(options, prompt_len, max_new_tokens, kind):
+def test_an_error_next_to_requests_that_do_not_run_ahead(options, prompt_len, max_new_tokens, kind):
     """For those a result comes before the next schedule, its failure only after that."""
 
     def break_later(request_id, logits, tokens, stream, client_id):

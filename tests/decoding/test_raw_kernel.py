@@ -309,7 +309,7 @@ def test_a_kernel_that_is_not_in_the_source_is_named():
     assert difference(log, SOURCE, "raise_one") == ""
 
 
-def test_a_parameter_that_is_there_twice_or_that_a_macro_declares_is_told():
+def test_a_parameter_given_twice_or_declared_by_a_macro_is_reported():
     source = SOURCE.replace("int vocab_size", "int vocab_size, int vocab_size")
     log = "parameter 10 of a logits post-processor is passed"
     assert "takes 10 parameters, not 9: it repeats one;" in difference(log, source, "raise_one")

@@ -400,7 +400,7 @@ def test_greedy_with_nan() -> None:
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 128, 129, 300])
 @pytest.mark.parametrize("odd", [torch.nan, -torch.nan, torch.inf])
-def test_one_odd_logit_is_found_wherever_it_stands(size: int, odd: float) -> None:
+def test_one_odd_logit_is_found_at_every_place(size: int, odd: float) -> None:
     logits = random_row(0, size).repeat(size, 1)
     logits.fill_diagonal_(odd)
     tokens = sampler_of([params()], size).sample(logits, *np.zeros((2, size), dtype=np.int64))

@@ -88,7 +88,7 @@ def is_called(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in PUBLIC])
-def test_every_public_name_is_told_of(name: str) -> None:
+def test_every_public_name_is_documented(name: str) -> None:
     assert re.search(rf"\b{name}\b", INLINE)
 
 
@@ -120,12 +120,12 @@ def test_every_method_is_shown_with_its_arguments(name: str) -> None:
     ],
     ids=lambda cls: cls.__name__,
 )
-def test_every_attribute_of_a_result_is_told_of(cls: Any) -> None:
+def test_every_attribute_of_a_result_is_documented(cls: Any) -> None:
     names = [field.name for field in dataclasses.fields(cls) if not field.name.startswith("_")]
     assert [name for name in names if f"`{name}`" not in INLINE] == []
 
 
-def test_every_error_is_told_of() -> None:
+def test_every_error_is_documented() -> None:
     values = {name: it for name, it in vars(errors).items() if isinstance(it, type)}
     classes = [name for name, it in values.items() if issubclass(it, errors.GptManagerError)]
     assert [name for name in classes if not re.search(rf"\b{name}\b", TEXT)] == []

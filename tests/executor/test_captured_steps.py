@@ -311,7 +311,7 @@ def test_recordings_of_deep_models_take_no_more_memory() -> None:
     assert taken[0] == taken[1]
 
 
-def test_a_step_that_fails_while_it_is_recorded_leaves_nothing_behind() -> None:
+def test_a_step_that_fails_during_capture_leaves_no_trace() -> None:
     kernels, weight = CpuKernels(), torch.ones(16)
     capture, fails = kernels.new_step_capture(), False
     assert capture is not None

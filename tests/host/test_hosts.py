@@ -474,7 +474,7 @@ def test_an_answer_that_is_complete_is_taken_whole(host, monkeypatch, make, coun
     ids=["checker", "sink", "bindings"],
 )
 @pytest.mark.parametrize("make", [list, deque, lambda items: np.array(items, dtype=object)])
-def test_a_complete_answer_is_taken_whole_behind_a_wrapper(monkeypatch, wrap, make):
+def test_a_complete_answer_in_a_wrapper_is_taken_whole(monkeypatch, wrap, make):
     monkeypatch.setattr(received_requests, "MAX_YIELDED", 50)
     given = [request(i, [5], 2) for i in range(60)]
     answer = wrap(lambda room: make(given))(-1)

@@ -68,7 +68,7 @@ def guarded_results(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dtypes
 @pytest.mark.usefixtures("guarded_results")
-def test_norms_and_activations_touch_nothing_behind_a_tensor(dtype: torch.dtype) -> None:
+def test_norms_and_activations_touch_nothing_after_a_tensor(dtype: torch.dtype) -> None:
     x, residual, weight, bias = (
         guarded(randn(*shape, seed=len(shape)).to(dtype))
         for shape in ((3, 2 * WIDTH), (3, 2 * WIDTH), (2 * WIDTH,), (2 * WIDTH,))
@@ -89,7 +89,7 @@ def test_norms_and_activations_touch_nothing_behind_a_tensor(dtype: torch.dtype)
 
 @dtypes
 @pytest.mark.usefixtures("guarded_results")
-def test_heads_touch_nothing_behind_a_tensor(dtype: torch.dtype) -> None:
+def test_heads_touch_nothing_after_a_tensor(dtype: torch.dtype) -> None:
     for tokens, columns in ((1, WIDTH), (3, 64), (3, 1)):
         x = guarded(randn(tokens, 2, WIDTH).to(dtype))
         weight = guarded(randn(2, WIDTH, columns).to(dtype))
@@ -102,7 +102,7 @@ def test_heads_touch_nothing_behind_a_tensor(dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("kind", ["floats", "int8", "int4"])
 @pytest.mark.usefixtures("guarded_results")
-def test_embeddings_touch_nothing_behind_a_tensor(dtype: torch.dtype, kind: str) -> None:
+def test_embeddings_touch_nothing_after_a_tensor(dtype: torch.dtype, kind: str) -> None:
     """Nor a row that is not there: its token has NaN."""
     table, matrix = guarded(randn(16, WIDTH).to(dtype)), new_matrix(kind, WIDTH, dtype)
     matrix.copy_(table)
@@ -121,7 +121,7 @@ def test_embeddings_touch_nothing_behind_a_tensor(dtype: torch.dtype, kind: str)
 
 @dtypes
 @pytest.mark.usefixtures("guarded_results")
-def test_rows_of_another_dtype_touch_nothing_behind_a_tensor(dtype: torch.dtype) -> None:
+def test_rows_of_another_dtype_touch_nothing_after_a_tensor(dtype: torch.dtype) -> None:
     x = guarded(randn(3, WIDTH).to(dtype))
     for other in (torch.float32, torch.bfloat16):
         for width in (WIDTH, WIDTH + 1, 33, 64):
@@ -152,7 +152,7 @@ def in_pages(tensor: Tensor, dtype: torch.dtype, token_major: bool) -> Tensor:
     [(WIDTH, False, 12), (WIDTH, True, 12), (WIDTH, True, None), (41, False, 38)],
 )
 @pytest.mark.usefixtures("guarded_results")
-def test_rotation_and_write_touch_nothing_behind_a_tensor(
+def test_rotation_and_write_touch_nothing_after_a_tensor(
     dtype: torch.dtype, token_major: bool, width: int, norms: bool, rotary: int | None
 ) -> None:
     arguments = rope_arguments(Sizes(2, 1, width, 3), rotary, norms, ROWS)
@@ -171,7 +171,7 @@ def test_rotation_and_write_touch_nothing_behind_a_tensor(
 @pytest.mark.parametrize("token_major", [False, True])
 @pytest.mark.parametrize("block", [3, 8, 64])
 @pytest.mark.usefixtures("guarded_results")
-def test_attention_touches_nothing_behind_a_tensor(
+def test_attention_touches_nothing_after_a_tensor(
     dtype: torch.dtype, token_major: bool, block: int
 ) -> None:
     pages = new_pages(Sizes(4, 2, WIDTH, block), ROWS)
@@ -184,7 +184,7 @@ def test_attention_touches_nothing_behind_a_tensor(
 @dtypes
 @pytest.mark.parametrize("num_tokens", [1, 7])
 @pytest.mark.parametrize(("rank", "columns", "width"), [(5, 1, 200), (8, 63, 37), (16, 63, 37)])
-def test_adapters_touch_nothing_behind_a_tensor(
+def test_adapters_touch_nothing_after_a_tensor(
     dtype: torch.dtype, num_tokens: int, rank: int, columns: int, width: int
 ) -> None:
     """At the end of a pool: few columns behind a long A, or one less than is turned at once."""
@@ -202,7 +202,7 @@ def test_adapters_touch_nothing_behind_a_tensor(
 @dtypes
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.usefixtures("guarded_results")
-def test_products_touch_nothing_behind_a_tensor(dtype: torch.dtype, quantized: bool) -> None:
+def test_matmuls_touch_nothing_after_a_tensor(dtype: torch.dtype, quantized: bool) -> None:
     matrix = PackedMatrix(WIDTH, 64, dtype, quantized)
     matrix.copy_(randn(WIDTH, 64).to(dtype))
     matrix.values = guarded(matrix.values)

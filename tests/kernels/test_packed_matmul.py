@@ -242,7 +242,7 @@ def test_many_rows_with_a_quantized_matrix_are_rounded_to_8_bits(
 )
 @pytest.mark.parametrize("factor", [1, 30, 1000])
 @pytest.mark.parametrize("num_rows", [5, 33])
-def test_nothing_is_lost_beside_an_outlier(
+def test_an_outlier_costs_the_other_channels_no_precision(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, factor: float
 ) -> None:
     """Three channels are so many times as large in all tokens but one, and have no weight."""

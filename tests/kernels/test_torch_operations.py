@@ -13,7 +13,7 @@ from gptmanager.decoding.processors.stream_watch import _Operations
 from gptmanager.kernels.torch_operations import TorchOperations
 
 
-def test_operations_are_told_and_their_results_may_be_others() -> None:
+def test_operations_are_seen_and_their_results_may_be_replaced() -> None:
     class Doubled(TorchOperations):
         seen: tuple[Any, ...] = ()
 

@@ -107,7 +107,7 @@ def test_without_block_reuse_nothing_is_cleared_or_withdrawn() -> None:
     assert kv.get_num_free_blocks() == 7
 
 
-def test_counts_look_one_step_ahead_unless_told() -> None:
+def test_counts_look_one_step_ahead_by_default() -> None:
     kv = KvCacheManager(100, 4)
     request = LlmRequest(1, 8, 20, num_draft_tokens=3, state=LlmRequestState.GENERATION_IN_PROGRESS)
     request.add_token()
@@ -727,7 +727,7 @@ def test_an_option_that_cannot_work_is_refused_by_name(options: dict[str, Any], 
         KvCacheManager(**{**good, **options})
 
 
-def test_a_block_has_64_tokens_unless_told() -> None:
+def test_a_block_has_64_tokens_by_default() -> None:
     kv = KvCacheManager(10)
     assert (kv.tokens_per_block, kv.get_needed_blocks_one_step(LlmRequest(1, 64, 1))) == (64, 1)
 

@@ -76,7 +76,7 @@ def test_what_a_withdrawn_sequence_holds_is_not_found_nor_stored():
     assert kv.reuse_counts.cached_blocks == 3
 
 
-def test_what_lies_behind_withdrawn_blocks_is_not_found_either():
+def test_blocks_after_withdrawn_ones_are_not_found_either():
     kv = caching()
     left_behind(kv, tokens(45))
     run_context(kv, LlmRequest(1, tokens(25), 10))
@@ -93,7 +93,7 @@ def test_what_lies_behind_withdrawn_blocks_is_not_found_either():
 # What is found ----------------------------------------------------------------------------------
 
 
-def test_full_blocks_are_shared_and_the_context_begins_behind_them():
+def test_full_blocks_are_shared_and_the_context_begins_after_them():
     kv = caching()
     run_context(kv, LlmRequest(1, tokens(35), 10))
     request = LlmRequest(2, [*tokens(30), 99, 98], 10)
@@ -155,7 +155,7 @@ def test_without_partial_reuse_a_partial_block_is_found_if_all_of_it_is_wanted(m
     assert kv.num_cached_tokens(3) == again.context_current_position == 22
 
 
-def test_without_partial_reuse_a_partial_block_is_kept_beside_one_that_begins_with_it():
+def test_without_partial_reuse_a_partial_block_is_kept_next_to_a_longer_one():
     kv = caching(enable_partial_reuse=False)
     for count in (28, 24):
         left_behind(kv, tokens(count))
@@ -272,7 +272,7 @@ def test_the_beginning_of_a_held_block_is_copied():
     kv.check()
 
 
-def test_the_beginning_of_a_block_with_others_behind_it_is_copied():
+def test_the_beginning_of_a_block_that_others_follow_is_copied():
     kv = caching()
     left_behind(kv, tokens(35))
     request = LlmRequest(2, [*tokens(13), 77, 78], 10)
@@ -326,7 +326,7 @@ def test_what_holds_nothing_goes_first_then_the_least_recently_freed_leaves_befo
     kv.check()
 
 
-def test_a_block_with_held_ones_behind_it_goes_last():
+def test_a_block_that_held_ones_follow_is_evicted_last():
     kv = caching(num_blocks=6)
     first, second = LlmRequest(1, tokens(15), 30), LlmRequest(2, tokens(25), 30)
     kv.add_sequence(first)
@@ -488,7 +488,7 @@ def test_several_scheduled_requests_share_what_is_held():
     assert kv.get_needed_blocks_one_step(fourth) == 1
 
 
-def test_what_others_were_told_is_not_evicted_while_one_starts():
+def test_blocks_promised_to_other_starts_are_not_evicted():
     kv = caching(num_blocks=7)
     left_behind(kv, tokens(30))
     small, large = LlmRequest(1, tokens(25), 10), LlmRequest(2, tokens(40, 100), 10)

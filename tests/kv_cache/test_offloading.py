@@ -127,7 +127,7 @@ def test_add_token_hands_its_copies_over():
     assert kv.take_moves() == ()
 
 
-def test_who_waits_is_told_where_blocks_lie_now():
+def test_needs_of_a_waiting_request_follow_blocks_to_the_host():
     kv = cache(num_blocks=5)
     run(kv, LlmRequest(1, list(range(30)), 2))
     kv.remove(1)

@@ -102,7 +102,7 @@ def test_v1_has_a_row_for_each_sequence_and_no_more(shared, caplog):
     ("window", "sink", "blocks"),
     [(32, None, 3), (33, None, 4), (1, None, 2), (32, 1, 4), (64, 17, 7)],
 )
-def test_behind_a_window_there_is_room_for_the_rings(window, sink, blocks, caplog):
+def test_with_a_window_the_pool_holds_the_rings(window, sink, blocks, caplog):
     caplog.set_level(logging.INFO, "gptmanager")
     found = sizes(window, sink=sink)
     assert found.window.num_blocks == blocks
@@ -128,7 +128,7 @@ def test_what_is_free_still_bounds_the_rings():
     ("window", "block", "unit"),
     [(None, 16, 16), (32, 16, 256), (32, 100, 300), (32, 300, 300), (999, 16, 16), (998, 16, 256)],
 )
-def test_behind_a_window_a_chunk_is_blocks_of_256_tokens(window, block, unit):
+def test_with_a_window_a_chunk_is_blocks_of_256_tokens(window, block, unit):
     assert sizes(window, block=block, enable_chunked_context=True).chunk_unit == unit
 
 

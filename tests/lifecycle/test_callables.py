@@ -237,7 +237,7 @@ def test_a_processor_that_would_have_to_be_awaited_ends_its_request(kind):
     )
 
 
-def test_who_watches_is_told_no_more_if_it_would_have_to_be_awaited(caplog):
+def test_a_watch_ends_if_its_callback_would_have_to_be_awaited(caplog):
     host = RecordingCallbacks([])
     with manager(host) as served:
         with pytest.raises(ConfigError, match="see = .* is a coroutine function"):

@@ -58,7 +58,7 @@ def test_a_stopped_process_ends_in_time(child, size):
     assert child.ask(question("{{ messages[0].content }}", text), 30) == text
 
 
-def test_a_process_that_is_killed_is_told_and_started_anew(child):
+def test_a_killed_process_is_reported_and_started_anew(child):
     os.kill(child._process.pid, signal.SIGSTOP)
 
     def kill():

@@ -173,7 +173,7 @@ def end_thread(manager):
             thread.join(30)
 
 
-def test_a_step_that_hangs_is_told_with_all_stacks_and_goes_on(gate, caplog):
+def test_a_hanging_step_is_logged_with_all_stacks_and_goes_on(gate, caplog):
     def hanging_network(history):
         gate()
         return next_token(history)
@@ -215,7 +215,7 @@ def test_empty_slots_are_known_without_a_statistics_callback():
     assert record["Empty Generation Slots"] == 1
 
 
-def test_a_hang_of_which_nothing_can_be_told_ends_the_manager_all_the_same(gate, monkeypatch):
+def test_a_hang_that_cannot_be_reported_still_ends_the_manager(gate, monkeypatch):
     def script(history):
         gate()
         return next_token(history)

@@ -262,7 +262,7 @@ def test_what_changes_the_logits_is_read():
     assert sampling.embedding_bias == token_bias([3, 99], [-np.inf, 0.1])
 
 
-def test_what_is_wanted_besides_tokens():
+def test_outputs_in_addition_to_tokens():
     assert not accept().has_extras
     for wanted in ("log_probs", "generation_logits", "context_logits"):
         assert accept(**{f"return_{wanted}": True}).has_extras

@@ -31,7 +31,7 @@ def refused(host):
     ("max_waiting", "num_taken"), [(None, 12), (100, 12), (8, 12), (7, 11), (2, 6), (0, 4)]
 )
 @pytest.mark.parametrize("max_active", ["auto", None])
-def test_so_many_may_wait_beside_those_for_whom_there_is_a_place(
+def test_max_waiting_requests_may_wait_in_addition_to_active_ones(
     max_waiting, num_taken, max_active
 ):
     host = Flood(request(i, [1, 2], 3) for i in range(12))

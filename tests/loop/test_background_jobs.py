@@ -140,7 +140,7 @@ def test_a_job_that_waits_for_something_is_left_to_its_thread(monkeypatch, clock
 
 
 @pytest.mark.parametrize(("cores", "helps"), [(2, True), (1, False)])
-def test_a_loop_with_a_core_to_spare_or_steps_beside_it_does_nothing(
+def test_a_loop_with_a_spare_core_or_parallel_steps_does_nothing(
     monkeypatch, clock, cores, helps
 ) -> None:
     done: list[int] = []

@@ -174,7 +174,7 @@ def beams_of(response):
 @each_mode
 @pytest.mark.parametrize("policy", [no_evict, MaxUtilizationScheduler])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_beams_of_several_widths_run_beside_each_other(mode, policy, chunked):
+def test_beams_of_several_widths_run_in_one_batch(mode, policy, chunked):
     driver = LoopDriver(num_blocks=40, policy=policy, chunked=chunked, max_num_tokens=24, **mode)
     requests = {}
     for i in range(8):

@@ -374,7 +374,9 @@ def test_results_that_raise_in_a_row_end_the_manager_though_launches_succeed(
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_state_that_cannot_be_told_ends_the_recording_alone(host, tmp_path, monkeypatch, writes):
+def test_a_state_that_cannot_be_recorded_ends_the_recording_alone(
+    host, tmp_path, monkeypatch, writes
+):
     def untold(loop):
         raise MemoryError
 
@@ -643,7 +645,7 @@ def recorded(path, reuse=False, fails=(4, 9, 10), **options):
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("reuse", [False, True])
-def test_a_recording_goes_on_behind_failed_iterations_and_replays(tmp_path, run_ahead, reuse):
+def test_a_recording_goes_on_after_failed_iterations_and_replays(tmp_path, run_ahead, reuse):
     run = recorded(tmp_path / "run.jsonl", run_ahead=run_ahead, reuse=reuse)
     failed = [turn.index for turn in run.iterations if turn.recovered is not None]
     assert len(failed) == 3 and run.end.reason == "drained"
@@ -683,7 +685,7 @@ def test_a_recording_of_a_fetch_that_failed_replays_or_ends(tmp_path, monkeypatc
         assert run.end is None
 
 
-def test_the_black_box_tells_of_the_last_failure_behind_a_step(tmp_path):
+def test_the_black_box_has_the_last_failure_after_a_step(tmp_path):
     path = tmp_path / "box.jsonl"
     box = recorded(path, black_box_path=path, black_box_iterations=8)
     assert box.end.reason == "failed" and "on fire" in box.end.error
@@ -691,7 +693,7 @@ def test_the_black_box_tells_of_the_last_failure_behind_a_step(tmp_path):
     assert report.divergence is None and report.broke_off
 
 
-def test_stops_behind_the_one_that_fails_are_not_lost(monkeypatch):
+def test_stops_after_the_one_that_fails_are_not_lost(monkeypatch):
     driver = LoopDriver(max_batch_size=1)
     driver.submit(*(request(i, [i], 9) for i in range(1, 4)))
     driver.loop.iterate()

@@ -310,7 +310,7 @@ def run(seed, told):
 
 @pytest.mark.parametrize("part", range(6))
 @pytest.mark.every(3)
-def test_what_is_said_of_who_waits_is_what_is_decided(part):
+def test_explained_waits_agree_with_decisions(part):
     seen = Counter()
     for seed in range(part, NUM_TRACES, 6):
         schedules, reasons = run(seed, told=True)
@@ -350,7 +350,7 @@ def test_one_that_others_were_paused_for_waits_for_what_it_lacks(seed):
     assert seen[WaitReason.KV_BLOCKS.value]
 
 
-def test_a_stall_that_began_before_the_first_check_is_told(caplog, monkeypatch):
+def test_a_stall_that_began_before_the_first_check_is_logged(caplog, monkeypatch):
     now = 5.0
     monkeypatch.setattr(stall_watch, "monotonic", lambda: now)
     watch = stall_watch.StallWatch()

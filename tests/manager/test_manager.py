@@ -101,7 +101,7 @@ def test_a_thread_that_cannot_be_started_raises_in_the_callers_line(host, monkey
         start(host)
 
 
-def test_whoever_waits_while_the_bell_is_silenced_is_told_by_the_turn_that_begins():
+def test_a_wait_that_begins_while_the_bell_is_silenced_ends_with_the_next_iteration():
     inbox = Inbox()
     inbox.wake()
     told = []
@@ -662,7 +662,7 @@ def test_would_fit_answers_with_the_admission_code(host):
     assert ended.text == "ManagerDeadError: the manager was shut down"
 
 
-def test_would_fit_knows_ids_that_are_taken_and_who_could_start_now():
+def test_would_fit_knows_ids_that_are_taken_and_what_could_start_now():
     options = params(
         kv_cache_config=KvCacheConfig(32, tokens_per_block=4, enable_block_reuse=True),
         max_active_requests=2,
@@ -719,7 +719,7 @@ def test_health_tells_alive_progressing_and_accepting(host):
     assert not health.alive and not health.accepting
 
 
-def test_twenty_starts_and_stops_leave_nothing_behind(host):
+def test_twenty_starts_and_stops_leave_no_trace(host):
     for _ in range(20):
         with start(RecordingCallbacks()):
             pass
@@ -797,7 +797,7 @@ def test_a_false_value_is_not_a_default(host, wrong):
         GptManager(model(), FUSED, optional_params=wrong, **host.keywords())
 
 
-def test_a_stalled_request_can_be_cancelled_and_the_stall_is_told_once(host, caplog, monkeypatch):
+def test_a_stalled_request_can_be_cancelled_and_the_stall_is_logged_once(host, caplog, monkeypatch):
     monkeypatch.setattr(stall_watch, "_STALL_WARNING_S", 0.1)
 
     class Nobody(RequestScheduler):

@@ -149,7 +149,7 @@ def test_a_failed_step_releases_what_waits(served, monkeypatch):
     assert seen == [True, False]
 
 
-def test_a_queue_is_told_of_the_steps_of_its_own_manager_only(served):
+def test_a_queue_hears_only_the_steps_of_its_own_manager(served):
     queue, manager, _ = served
     with pytest.raises(ValueError, match="attached to a manager already"):
         queue.attach(manager)

@@ -176,7 +176,7 @@ def test_logits_that_cannot_be_compared_are_refused() -> None:
     assert (logits[:, 5] == -torch.inf).all() and logits[:, 6:].isfinite().all()
 
 
-def test_a_model_with_attention_of_its_own_is_told_what_is_needed() -> None:
+def test_a_refused_model_with_its_own_attention_learns_what_is_needed() -> None:
     with pytest.raises(ConfigError) as caught:
         through_transformers(new_network("falcon"))
     assert str(caught.value) == (

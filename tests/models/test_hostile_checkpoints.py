@@ -358,7 +358,7 @@ def write(path: Path, content: bytes | Callable[[Path], None]) -> None:
         path.write_bytes(content)
 
 
-def test_a_value_that_stands_there_twice_is_no_harm(folder: Path) -> None:
+def test_a_value_given_twice_is_harmless(folder: Path) -> None:
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("{", '{"vocab_size": 257,', 1))
     start(folder)
@@ -404,7 +404,7 @@ def test_tokens_that_are_none(folder: Path, fields: dict[str, Any], text: str) -
         TokenDefaults.of_config(fields)
 
 
-def test_a_folder_that_is_not_there_is_told_as_that(tmp_path: Path) -> None:
+def test_an_error_of_a_missing_checkpoint_folder_says_so(tmp_path: Path) -> None:
     for missing in (tmp_path / "nowhere", "a\0b"):
         with pytest.raises(ConfigError, match="is not a folder: pass one with a tokenizer"):
             generate(missing, "Once")
@@ -457,7 +457,7 @@ HEADERS: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("mangle", "text"), HEADERS)
-def test_headers_that_lie(folder: Path, mangle: Callable[[Path], None], text: str) -> None:
+def test_headers_with_wrong_values(folder: Path, mangle: Callable[[Path], None], text: str) -> None:
     mangle(folder)
     assert text in refusal(folder)
 

@@ -209,7 +209,7 @@ def test_longrope_takes_the_short_factors_for_a_short_limit() -> None:
     assert (ours - other).abs().max() > 0.01
 
 
-def test_the_original_length_beside_the_rope_wins() -> None:
+def test_the_original_length_outside_the_rope_wins() -> None:
     config = {**CONFIGS["llama"], "rope_scaling": {**YARN}, "original_max_position_embeddings": 20}
     rope = read_spec(config).ropes[0]
     assert rope.original_max_positions == 20
@@ -408,7 +408,7 @@ def test_weights_tell_their_names() -> None:
     assert sum(weights[name].nbytes for name in weights) == weights.nbytes
 
 
-def test_a_model_in_another_object_is_told_of_its_longest_sequence() -> None:
+def test_a_model_in_another_object_reserves_positions_for_its_longest_sequence() -> None:
     class Wrapped:
         def __init__(self, network: Any) -> None:
             self.spec, self.nbytes, self.forward = network.spec, network.nbytes, network.forward

@@ -167,7 +167,7 @@ def test_what_a_path_is_gets_said(
 
 @pytest.mark.parametrize("name", MISSING)
 @pytest.mark.every(2)
-def test_what_does_not_exist_is_told_with_what_to_do(
+def test_an_error_of_a_missing_folder_says_what_to_do(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -179,7 +179,7 @@ def test_what_does_not_exist_is_told_with_what_to_do(
     assert max(map(len, errors)) < 500
 
 
-def test_a_folder_that_may_not_be_read_is_told_as_that(
+def test_an_error_of_an_unreadable_folder_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: str) -> list[str]:  # the superuser may list every folder

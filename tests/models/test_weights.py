@@ -60,7 +60,7 @@ def assert_holds(weights: Weights, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_who_loads_is_told_how_far_it_is(partial: bool) -> None:
+def test_loading_reports_its_progress(partial: bool) -> None:
     weights, told = new_weights(torch.bfloat16), []
     if partial:
         weights.load(new_tensors())

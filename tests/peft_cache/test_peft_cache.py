@@ -270,7 +270,7 @@ def test_a_request_has_one_adapter():
             call(2)
 
 
-def test_freed_pages_are_told_once_and_only_while_free():
+def test_freed_pages_are_reported_once_and_only_while_free():
     it = cache(host=2, device=2)
     put(it, 1, 1, num_pages=2)
     it.release(1)

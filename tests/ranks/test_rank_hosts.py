@@ -262,7 +262,7 @@ class Lazy(RequestScheduler):
         return self.inner.schedule_request(some, inflight_request_ids)
 
 
-def test_a_rank_that_decides_otherwise_is_told_with_the_first_difference(monkeypatch):
+def test_a_rank_that_decides_otherwise_is_named_with_the_first_difference(monkeypatch):
     """It names the iteration; nobody goes on with other requests' tokens."""
     with serving(monkeypatch, 2) as it:
         loop = it.managers[1]._worker.loop

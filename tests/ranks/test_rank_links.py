@@ -59,7 +59,7 @@ def test_a_message_comes_as_it_was_sent(pair, size):
     assert at_once(lambda body: body(), both)[1] == (3, payload)
 
 
-def test_messages_that_come_at_once_or_byte_by_byte_are_told_apart(pair):
+def test_messages_that_arrive_together_or_byte_by_byte_are_separated(pair):
     frames, other = pair
     other.sendall(message(b"one") + message(b"", 1) + message(b"three")[:-1])
     assert [frames.receive() for _ in range(2)] == [(7, b"one"), (1, b"")]
@@ -116,7 +116,7 @@ def test_what_has_not_come_takes_no_memory():
     assert max(ours.asked) <= 1 << 20
 
 
-def test_who_does_not_read_holds_a_sender_up_until_it_is_told_to_end(pair):
+def test_a_peer_that_does_not_read_blocks_a_sender_until_the_sender_is_ended(pair):
     frames, _other = pair
     calls = []
 
@@ -131,7 +131,7 @@ def test_who_does_not_read_holds_a_sender_up_until_it_is_told_to_end(pair):
 
 
 @pytest.mark.parametrize("size", [1, 50 << 20])
-def test_sending_to_who_has_gone_is_the_end(pair, size):
+def test_sending_to_a_closed_peer_is_the_end(pair, size):
     frames, other = pair
     other.close()
     with pytest.raises(EOFError):

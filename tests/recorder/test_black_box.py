@@ -228,7 +228,7 @@ def test_histories_count_although_a_state_only_refers_to_them(boxes, beam_width,
     assert sizes[longest] - sizes[shortest] >= 40 * (longest - shortest) * beam_width
 
 
-def test_a_state_that_has_no_room_is_told_once_and_tried_again(tmp_path, monkeypatch, caplog):
+def test_a_state_that_does_not_fit_is_logged_once_and_tried_again(tmp_path, monkeypatch, caplog):
     size = 2 * MB
     monkeypatch.setattr(black_box, "state_bytes", lambda state: size)
     make_segments_short(monkeypatch, 4)

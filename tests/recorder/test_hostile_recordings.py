@@ -128,7 +128,7 @@ def enlarge(header, **sizes):
     blueprint["params"]["kv_cache_config"].update(max_tokens=None, enable_block_reuse=True)
 
 
-def test_a_fill_stands_for_no_more_than_the_file_could_hold(run, tmp_path, capsys):
+def test_a_fill_has_no_more_values_than_the_file_could_hold(run, tmp_path, capsys):
     path, number = tmp_path / "r.jsonl", first_request(run)
     for shape in ([2**36], [2**31 - 1, 2**31 - 1], [2**22]):
         filled = {"numpy": "int64", "shape": shape, "fill": 3}
@@ -286,7 +286,7 @@ def test_a_simulation_runs_no_further_than_the_recording_could_tell(tmp_path, ca
     assert "request-steps, far more than its recording" in capsys.readouterr().err
 
 
-def test_a_picture_follows_no_more_who_wait_than_rows_could_tell(run, tmp_path, monkeypatch):
+def test_a_picture_follows_a_limited_number_of_waiting_requests(run, tmp_path, monkeypatch):
     path = tmp_path / "r.jsonl"
     path.write_bytes(b"\n".join(run))
     assert call("picture", path, tmp_path) == 0

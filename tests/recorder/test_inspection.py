@@ -70,7 +70,7 @@ def explained(
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("policy", [NO_EVICT, MAX_UTILIZATION])
-def test_the_wait_behind_a_request_without_blocks_names_that_request(policy, reuse):
+def test_a_wait_for_a_request_without_blocks_names_that_request(policy, reuse):
     first, second, third = explained(
         [(20, 40), (48, 9), (2, 2)], SchedulerConfig(policy), tokens=64, reuse=reuse,
         prompts=[[1] * 20, [2] * 48, [3] * 2],

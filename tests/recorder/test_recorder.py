@@ -214,7 +214,7 @@ def test_a_shape_that_no_array_has_is_a_recording_error(shape):
         request_from_plain(plain, Allowance(100))
 
 
-def test_what_no_json_can_hold_stands_as_opaque():
+def test_what_no_json_can_hold_is_opaque():
     odd = InferenceRequest(1, {"input_ids": np.array(["x"]), "end_id": {1}}, deadline_s=object())
     back = request_from_plain(orjson.loads(to_json(odd)), Allowance(100))
     assert all(isinstance(v, Opaque) for v in (back.input_ids, back.end_id, back.deadline_s))
@@ -314,7 +314,7 @@ def test_a_recording_tells_every_iteration(tmp_path):
     assert run.duration_s > 0
 
 
-def test_a_recording_is_a_second_behind_at_most(tmp_path):
+def test_a_recording_is_at_most_a_second_late(tmp_path):
     path, recorder, lines = tmp_path / "r.jsonl", Recorder(), []
     with path.open("wb") as recorder._file:
         for now in (0.5, 1.0, 1.9, 2.0):

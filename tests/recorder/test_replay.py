@@ -183,14 +183,14 @@ def test_a_changed_policy_is_found_where_it_first_shows(tmp_path):
     assert divergence.index == 0 and divergence.field.startswith("schedule.context_rows")
 
 
-def test_a_schedule_where_nobody_ran_and_a_missing_one_are_told(run):
+def test_an_empty_schedule_and_a_missing_one_are_reported(run):
     assert replay(planted(run, 4, schedule=None)).divergence.recorded == "no request runs"
     divergence = replay(planted(run, 4, intake=dataclasses.replace(
         run.iterations[4].intake, stops=frozenset(range(6))))).divergence  # fmt: skip
     assert divergence.index == 4 and divergence.replayed == "no request runs"
 
 
-def test_a_missing_result_is_told_unless_the_run_broke_off_there(run):
+def test_a_missing_result_is_reported_unless_the_run_broke_off_there(run):
     divergence = replay(planted(run, 4, result=None, result_of=None)).divergence
     assert divergence.index == 4 and divergence.field == "error"
     cut = dataclasses.replace(run, iterations=run.iterations[:5], end=RunEnd("failed", "E: x"))

@@ -374,7 +374,7 @@ def test_room_without_a_bound_holds_nobody_back(tmp_path):
     assert queue.num_held == 0 and queue.arrivals == (0.0,) * 20
 
 
-def test_the_command_says_who_was_held_back(tmp_path, capsys):
+def test_the_command_counts_requests_that_were_held_back(tmp_path, capsys):
     record(tmp_path / "r.jsonl", ScheduledHost(all_at_once()))
     assert command("--recording", tmp_path / "r.jsonl", "--cost", "fixed=0.5") == 0
     assert "16 of 20 requests had waited in the host's queue" in capsys.readouterr().out
@@ -474,7 +474,7 @@ class Lazy(RequestScheduler):
         return SchedulerOutput([], [], [])
 
 
-def test_a_scheduler_that_lets_nobody_run_is_told():
+def test_a_scheduler_that_lets_no_request_run_is_reported():
     lazy = variant(hypothetical(Machine(), 64), NO_EVICT, Machine(), lambda **others: Lazy())
     with pytest.raises(SchedulerError, match="does not run any"):
         simulate(lazy, SyntheticLoad(3, (4, 4), (3, 3)), COST)
@@ -608,7 +608,7 @@ def command(*arguments):
     return named(options.command)(options)
 
 
-def test_a_load_has_1000_requests_unless_told_otherwise():
+def test_a_load_has_1000_requests_by_default():
     assert main._synthetic(options_of()).num_requests == 1000
 
 
@@ -741,7 +741,7 @@ def test_a_load_that_cannot_be_is_refused(wrong, error):
         SyntheticLoad(**{"num_requests": 1, **wrong})
 
 
-def test_why_requests_failed_is_told(capsys):
+def test_the_reason_of_failed_requests_is_reported(capsys):
     assert command("--num-requests", 3, "--prompt-len", 20, "--max-seq-len", 10) == 0
     out = capsys.readouterr().out
     assert (

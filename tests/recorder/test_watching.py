@@ -135,7 +135,7 @@ def test_a_request_that_waits_while_nothing_runs_arrives_all_the_same():
     assert [type(event) for event in events] == [Beginning, Arrival]
 
 
-def test_a_watch_that_begins_late_hears_of_who_is_there():
+def test_a_watch_that_begins_late_sees_the_present_requests():
     host, constructed, events = RecordingCallbacks([request(1), request(2)]), Future(), []
 
     def after_two_steps(record):
@@ -255,7 +255,7 @@ def test_after_the_last_one_has_raised_the_next_gets_each_event_once():
 
 
 @pytest.mark.parametrize("policy", list(CapacitySchedulerPolicy))
-def test_all_waits_are_told_as_each_is(policy):
+def test_explain_waiting_equals_explain_of_each_request(policy):
     host, constructed, found = RecordingCallbacks(), Future(), []
 
     def ask(record):

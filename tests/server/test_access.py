@@ -122,7 +122,7 @@ def test_this_machine_gets_in_by_any_of_its_names(client, headers):
     assert client.get("/health", headers=headers).status_code == 200
 
 
-def test_whoever_may_call_the_server_by_another_name_is_told_to_it():
+def test_other_host_names_of_the_server_must_be_configured():
     def needs(**fields):
         settings = settings_of(**fields)
         return needs_guard(settings.host, settings)
@@ -284,7 +284,7 @@ def test_an_adapter_may_be_unloaded_while_it_runs(guarded, with_key):
     guarded.wait_idle()
 
 
-def test_only_what_lies_below_the_folder_is_loaded(guarded, with_key, tmp_path):
+def test_only_adapters_below_the_folder_are_loaded(guarded, with_key, tmp_path):
     outside = save_output_adapter(tmp_path / "outside")
     link = guarded.settings.adapter_dir / "link"
     link.symlink_to(outside)

@@ -132,7 +132,7 @@ def test_an_answer_without_text_has_an_empty_list(client):
     assert choice["message"]["content"] == "" and choice["logprobs"]["content"] == []
 
 
-def test_many_log_probabilities_are_written_beside_the_event_loop(client, monkeypatch):
+def test_many_log_probabilities_are_written_outside_the_event_loop(client, monkeypatch):
     """Those of 8,192 tokens take a quarter of a second."""
     threads = []
 

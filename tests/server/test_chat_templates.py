@@ -136,7 +136,7 @@ def test_a_message_that_the_template_leaves_out_cannot_be_continued():
         ("{% include 'other' %}", "no loader"),
     ],
 )
-def test_what_goes_wrong_is_told(template, message):
+def test_errors_of_templates_are_reported(template, message):
     with pytest.raises(TemplateError, match=message):
         fill_in(template, SHORT, {})
 

@@ -163,7 +163,7 @@ def test_an_end_that_only_the_server_finds_is_looked_for_during_generation(engin
     assert request.by_name["is_streaming"] is streams
 
 
-def test_echo_stands_before_the_output(client):
+def test_echo_precedes_the_output(client):
     body = {"prompt": ["Tom had", [66, 67]], "temperature": 0, "max_tokens": 4}
     plain = complete(client, **body)["choices"]
     echoed = complete(client, echo=True, **body)["choices"]
@@ -277,7 +277,7 @@ def test_a_stream_has_the_prompts_scores_before_each_choice(client):
         assert part["logprobs"]["token_logprobs"][0] is None
 
 
-def test_tokens_may_be_told_by_their_ids(client):
+def test_tokens_may_be_named_by_their_ids(client):
     body = {"prompt": COUNT, "temperature": 0, "max_tokens": 3, "return_token_ids": True}
     options = {"logprobs": 1, "return_tokens_as_token_ids": True}
     (choice,) = complete(client, **body, **options)["choices"]

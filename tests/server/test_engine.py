@@ -313,7 +313,7 @@ def test_the_end_of_a_server_times_out_what_still_runs(caplog):
     assert "new requests are refused; calls that still run, for at most 0 s: 1" in caplog.messages
 
 
-def test_a_dead_manager_is_told_to_all():
+def test_a_dead_manager_fails_all_calls():
     with running_server(settings_of()) as server:
 
         async def main():

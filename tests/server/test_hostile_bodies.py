@@ -245,7 +245,7 @@ def test_messages_their_parts_and_calls_are_counted_before_they_are_read(client)
     assert "1025" in client.post("/tokenize", json=documents).json()["error"]["message"]
 
 
-def test_a_large_body_is_read_beside_the_event_loop(server, client, monkeypatch):
+def test_a_large_body_is_parsed_outside_the_event_loop(server, client, monkeypatch):
     threads, plain = [], body.parse_json
 
     def parse(text):

@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_and_what_has_ended_makes_room(server, monk
     assert refused.json()["error"]["code"] == "too_many_idempotency_keys"
 
 
-def test_a_call_that_can_never_be_kept_is_not_told_to_come_again(server, monkeypatch):
+def test_a_call_that_can_never_be_kept_has_no_retry_after(server, monkeypatch):
     """It does not drop ended calls either, whose room would not be enough."""
     monkeypatch.setattr(kept_calls, "MAX_BYTES", 4000)
     body = {"prompt": "17 + 25 =", "max_tokens": 80}

@@ -359,7 +359,7 @@ def test_a_server_whose_manager_fails_tells_its_clients_and_ends(monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_person_is_told_what_to_do(engine, host):
+def test_the_welcome_says_how_to_call_the_server_without_its_key(engine, host):
     settings = settings_of(api_key="secret", host=host)
     with contextlib.closing(bind(host, 0)) as listener:
         address = address_of(listener)

@@ -31,7 +31,7 @@ def told(line):
     return json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
 
 
-def test_the_key_is_brought_once_and_a_cookie_stands_for_it():
+def test_the_key_is_sent_once_and_a_cookie_replaces_it():
     with running_server(settings_of(api_key="a key")) as server:
         with httpx.Client(base_url=server.url, timeout=30) as client:
             assert client.get("/").status_code == 401

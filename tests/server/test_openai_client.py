@@ -138,7 +138,7 @@ def test_errors_have_the_classes_that_clients_catch(client):
 ENDLESS = {"model": NAME, "prompt": "a", "max_tokens": 8000, "extra_body": {"ignore_eos": True}}
 
 
-def test_a_client_that_gives_up_leaves_nothing_behind(server, client):
+def test_a_client_that_gives_up_leaves_nothing_running(server, client):
     impatient = client.with_options(timeout=0.1, max_retries=1)
     with pytest.raises(openai.APITimeoutError):
         impatient.completions.create(**ENDLESS)

@@ -94,7 +94,7 @@ def test_ends(ends, text, count, stop_reason):
     assert reason == "stop"
 
 
-def test_a_stop_token_is_told_by_its_id():
+def test_a_stop_token_is_reported_by_its_id():
     a, b = TOKENIZER.encode("ab").ids[0], TOKENIZER.encode(" b").ids[-1]
     without = joined([a, b, a], [], Ends(stop_ids=frozenset([b])))
     assert (without[0], without[4]) == (TOKENIZER.decode([a]), b)

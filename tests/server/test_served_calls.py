@@ -25,7 +25,7 @@ def mistral(tmp_path_factory, one_torch_thread):
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
-def test_calls_behind_a_special_token(mistral, choice):
+def test_calls_after_a_special_token(mistral, choice):
     text = f"[TOOL_CALLS] [{CALL}, {CALL}]"
     (found,) = mistral(text, tool_choice=choice).choices
     assert found.finish_reason == "tool_calls" and found.message.content is None

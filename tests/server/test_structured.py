@@ -235,7 +235,7 @@ def test_what_optional_calls_do_not_enforce_is_reported(outputs):
     assert "tool calls are not constrained: tools: " in warnings.headers()["Warning"]
 
 
-def test_tools_beside_a_form_of_the_answer(outputs):
+def test_tools_with_a_form_of_the_answer(outputs):
     assert with_tools(outputs, OutputRule("here", "regex", "a"), "required").kind == "lark"
     for kind, value in (("json", {"enum": [1]}), ("json_object", True)):
         grammar = with_tools(outputs, OutputRule("here", kind, value), "auto")

@@ -47,7 +47,7 @@ ADD = {"type": "function", "function": {"name": "add"}}
     [("qwen", "hermes"), ("llama3", "llama3"), ("mistral", "mistral"), ("gemma", None),
      ("dates", None), ("harmony", "harmony")],
 )  # fmt: skip
-def test_formats_are_told_from_templates(name, form):
+def test_templates_determine_formats(name, form):
     found = format_of("auto", (TEMPLATES / f"{name}.jinja").read_text())
     assert (found and found.name) == form
 
@@ -289,7 +289,7 @@ def test_a_call_that_begins_is_right_and_other_text_is_free(fits, form):
 
 
 @pytest.mark.parametrize("form", [hermes.SHAPE, llama3.SHAPE], ids=["hermes", "llama3"])
-def test_calls_beside_an_answer_in_json(fits, form):
+def test_calls_or_an_answer_in_json(fits, form):
     tools, answer = read_tools(TOOLS, "auto"), {"type": "array", "items": {"type": "integer"}}
     assert fits(form, tools, call(form, "add", RIGHT), answer) == "yes"
     assert fits(form, tools, "[1, 2]", answer) == "yes"

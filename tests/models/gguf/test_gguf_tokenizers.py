@@ -72,7 +72,7 @@ def test_a_text_may_begin_and_end_with_special_tokens(tmp_path: Path) -> None:
     assert ids(add_bos_token=True, bos_token_id=None) == plain
 
 
-def test_sentencepiece_puts_a_space_before_a_text_unless_told_otherwise(tmp_path: Path) -> None:
+def test_sentencepiece_puts_a_space_before_a_text_by_default(tmp_path: Path) -> None:
     name = "sentencepiece"
     spaced = load_tokenizer(saved(tmp_path, name)).encode("Hello")
     bare = load_tokenizer(saved(tmp_path, name, add_space_prefix=False)).encode("Hello")

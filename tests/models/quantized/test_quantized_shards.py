@@ -233,7 +233,9 @@ def _offsets(info: dict[str, Any], first: int, end: int) -> None:
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_header_that_lies_is_named(folder: Path, name: str, lie: str, number: int) -> None:
+def test_a_header_with_wrong_values_is_named(
+    folder: Path, name: str, lie: str, number: int
+) -> None:
     file = folder / SHARDS[number]
     tensors, data = header(file)
     LIES[lie](tensors[parts(name)[number]])

@@ -163,7 +163,7 @@ def test_beams(program, expected):
     program(beam_width=3, expected=wanted).run()
 
 
-def test_what_is_given_besides(program, expected):
+def test_optional_tensors_are_passed_on(program, expected):
     optional = {
         "random_seed": np.array([[7]], dtype=np.uint64),
         "repetition_penalty": np.array([[1.3]], dtype=np.float32),

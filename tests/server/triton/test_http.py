@@ -181,7 +181,7 @@ def test_a_client_that_goes_away_is_stopped(server):
     server.wait_idle()
 
 
-def test_what_is_told_of_server_and_models(http, server):
+def test_server_and_models_describe_themselves(http, server):
     assert http.is_server_live() and http.is_server_ready()
     assert http.is_model_ready("ensemble") and http.is_model_ready("tensorrt_llm", "1")
     assert not http.is_model_ready("other") and not http.is_model_ready("ensemble", "2")

@@ -22,7 +22,7 @@ def section(title):
         ("Outputs", {**token_model.OUTPUTS, **text_model.OUTPUTS}),
     ],
 )
-def test_every_tensor_is_told(title, tensors):
+def test_every_tensor_is_documented(title, tensors):
     rows = [line.split("|") for line in section(title).splitlines() if line.startswith("| `")]
     told = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
     assert told <= set(tensors)

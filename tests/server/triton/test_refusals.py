@@ -158,7 +158,7 @@ def test_messages_that_contradict_themselves(stub):
     ],
     ids=str,
 )
-def test_texts_whose_sizes_lie(stub, shape, raw, told):
+def test_texts_with_wrong_sizes(stub, shape, raw, told):
     """No memory is taken for what a shape says alone."""
     call = message_of("ensemble", text_input=[b"Tom"], max_tokens=4)
     call.inputs[0].shape[:], call.raw_input_contents[0] = shape, raw

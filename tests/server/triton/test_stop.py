@@ -94,7 +94,7 @@ def test_what_the_fronts_share_ends_with_them(server):
     assert gone() is None
 
 
-def test_a_stop_right_behind_its_call_finds_it(stream, server):
+def test_a_stop_right_after_its_call_finds_it(stream, server):
     for model, call in (
         ("tensorrt_llm", long()),
         ("ensemble", {"text_input": [b"Tom " * 100], "max_tokens": 8, "end_id": -1}),

@@ -145,7 +145,7 @@ def test_a_batch_of_texts(stream, text):
     assert found == {index: prompt + text(prompt, 6) for index, prompt in enumerate(prompts)}
 
 
-def test_a_prompt_table_stands_before_the_text(infer, server):
+def test_a_prompt_table_precedes_the_text(infer, server):
     table = np.random.default_rng(0).standard_normal((3, 128)).astype(np.float16)
     ids = [640, 641, 642, *server.engine.card.tokenizer.encode(PROMPT).ids]
     submit = server.engine.queue.submit

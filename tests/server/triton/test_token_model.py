@@ -40,7 +40,7 @@ def test_a_stream_has_a_response_for_each_token(stream, expected):
     assert [one.is_final for one in responses] == [False] * 7 + [True]
 
 
-def test_calls_of_one_stream_run_beside_each_other(stream, expected):
+def test_calls_of_one_stream_run_in_parallel(stream, expected):
     ids = [stream.send(**prompt(*TOKENS, index, new=20, streaming=True)) for index in range(8)]
     came = {id: [] for id in ids}
     while not all(found and found[-1].is_final for found in came.values()):
@@ -197,7 +197,7 @@ def test_weights_of_an_adapter_come_in_any_float_datatype(grpc, expected, tmp_pa
     assert wanted.generated_ids != expected(TOKENS, 8).generated_ids
 
 
-def test_sequences_are_told_apart_by_their_index(stream, expected):
+def test_sequences_have_an_index(stream, expected):
     given = {**SAMPLED, "num_return_sequences": 6}
     stream.send(**prompt(*TOKENS, **given))
     responses = stream.all()
@@ -227,7 +227,7 @@ def batch(rows, **others):
     return {**found, "input_ids": np.array(rows)}
 
 
-def test_rows_of_a_batch_are_told_apart_by_their_index(stream, expected):
+def test_rows_of_a_batch_have_an_index(stream, expected):
     rows = [[9, 30, 71, 5], [12, 13, 14, 0], [44, 45, 0, 0]]
     lengths = [4, 3, 2]
     given = batch(rows)
