@@ -7,7 +7,7 @@
 #include "gemm/float8_weights.cuh"
 #include "gemm/gemm_tiles.cuh"
 
-constexpr int MAX_EXPERTS = 1024;  // as in moe.py
+constexpr int MAX_EXPERTS = 1024;  // equal to that in moe.py
 enum Score { SOFTMAX, SIGMOID, SOFTMAX_OF_BEST, SIGMOID_OF_BEST };
 
 struct Best {

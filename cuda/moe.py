@@ -21,9 +21,9 @@ from gptmanager.kernels.experts.mixture import ExpertMatrices
 from gptmanager.kernels.experts.routing import Routing
 from gptmanager.kernels.gemm.packed_matrix import Matrix, plain
 
-MAX_EXPERTS, MAX_PER_TOKEN = 1024, 32  # as in the .cu
+MAX_EXPERTS, MAX_PER_TOKEN = 1024, 32  # equal to those in the .cu
 SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_best": 2, "sigmoid_of_best": 3}
-_THREADS, _WARPS, _COLUMNS, _DEPTH = 256, 4, 128, 64  # as in the .cu
+_THREADS, _WARPS, _COLUMNS, _DEPTH = 256, 4, 128, 64  # equal to those in the .cu
 _STAGES = {1: 4, 4: 3}  # from M, which is a tile's rows / 32, to the number of pipeline stages
 _NARROW = (torch.float16, torch.bfloat16)
 _FUSED: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")

@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(STATE, 512 / STATE) scan(
     const float* skip,   // [heads]
     const int* row_starts, const int* slots, int head_dim, int size, int groups, int stride) {
     constexpr int LANES = 512 / STATE, PARTS = 4, ROWS = 4 * PARTS;
-    constexpr int WIDTH = 2 * STATE + COLUMNS;                // of a token: B, C, inputs
+    constexpr int WIDTH = 2 * STATE + COLUMNS;                // values of a token: B, C, inputs
     __shared__ __align__(16) float staged[2][TOKENS][WIDTH];  // some tokens, and the next ones
     __shared__ float steps[2][TOKENS], decays[2][TOKENS];
     ptx::wait_for_previous();
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(STATE, 512 / STATE) scan(
     int lane = threadIdx.x % 32, row = lane / LANES * 4;
     int own_column = (threadIdx.x / 32 * LANES + lane % LANES) * 4, column = left + own_column;
 
-    float argument = 0;  // of the step of the next token `threadIdx.x`
+    float argument = 0;  // for the step of the next token `threadIdx.x`
     auto stage = [&](int start, int buffer) {
         int count = min(TOKENS, stop - start);
         for (int i = threadIdx.x; i < count * (WIDTH / 4); i += STATE) {

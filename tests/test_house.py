@@ -114,6 +114,18 @@ def test_a_dangling_docstring_is_found():
     assert dangling_docstrings("async def g():\n    '''What it is.'''") == ["g"]
 
 
+# Such a comment at the end of a line names no subject, or is only half a sentence.
+DANGLING_COMMENT = re.compile(r"\S +(?:#|//) ((?:of|as|what|who|whose)\b.*)")
+
+
+def dangling_comments(path):
+    return DANGLING_COMMENT.findall(path.read_text(encoding="utf-8"))
+
+
+def test_comments_at_the_end_of_a_line_have_a_subject():
+    assert found_in([*FILES, *SOURCES], dangling_comments) == {}
+
+
 def forms_of(path):
     return banned_forms(path.read_text(encoding="utf-8"), path.suffix)
 

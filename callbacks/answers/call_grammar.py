@@ -82,7 +82,7 @@ class CallShape:
         """
         several = self.several and tools.parallel
         schemas: dict[str, Any] = {}
-        tag = ""  # what precedes the part of `self.tag` that the rule `calls` itself matches
+        tag = ""  # the part of `self.tag` before the one that the rule `calls` matches
         if not tools.required and answer is None:
             tag = _before_marks(self.tag, marks)
         begin, before = self.begin, self.before

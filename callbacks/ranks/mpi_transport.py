@@ -21,7 +21,7 @@ from gptmanager.host.rank_messages import pack_requests, unpack_requests
 from gptmanager.host.received_requests import collect_ids, items_of, read_id, read_request
 from gptmanager.request.inference_request import InferenceRequest
 
-_LENGTH = struct.Struct("<Q")  # of an error's text
+_LENGTH = struct.Struct("<Q")  # the length of an error's text
 _PAUSE_STEP_S, _LONGEST_PAUSE_S = 20e-6, 5e-3
 
 

@@ -169,7 +169,7 @@ class RequestCounts:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.cache_queries = 0  # tokens of prompts that ran
-        self.cache_hits = 0  # of these, tokens that were in the KV cache
+        self.cache_hits = 0  # tokens of `cache_queries` that were in the KV cache
         self.histograms = {
             metric.name: Histogram(metric.buckets)
             for metric in METRICS

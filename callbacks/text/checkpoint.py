@@ -25,7 +25,7 @@ from gptmanager.request.read_tensors import MAX_END_IDS
 
 # files of tokenizers in other formats
 _OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "spiece.model", "vocab.txt")
-_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
+_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # options of an added token
 _R = TypeVar("_R")
 _NAMED = (
     "bos_token",

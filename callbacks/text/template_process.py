@@ -29,7 +29,7 @@ from gptmanager.models.checkpoint_parts import gguf_checkpoint
 MAX_SECONDS = 5.0  # to render a template
 MAX_BYTES = 1 << 29  # limit of memory
 
-_MAX_CHARACTERS = 1 << 24  # of a template
+_MAX_CHARACTERS = 1 << 24  # characters of a template
 _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
 

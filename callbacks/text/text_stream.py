@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # number of prompt tokens that can affect the first space or the first character of the output
 _CONTEXT = 8
-_MAX_BYTES = 4  # of a character in UTF-8
+_MAX_BYTES = 4  # bytes of a character in UTF-8
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token for a byte
 _CONTINUED = re.compile("<0x[89AB][0-9A-F]>")  # one that begins no character
 

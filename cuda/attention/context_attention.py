@@ -24,7 +24,7 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pag
 
 Ints = npt.NDArray[np.int32]
 
-_THREADS = 128  # as in the .cu
+_THREADS = 128  # equal to that in the .cu
 
 
 def _name(kind: str, dtype: torch.dtype, cache: str, is_small: bool, sinks: bool) -> str:

@@ -43,7 +43,7 @@ template <class K> struct Work {
     static constexpr int D = K::D;
     Tiles<K> tiles;
     int first_query, num_packed, group, num_heads;
-    int first_position;  // of the row's first query
+    int first_position;  // position of the row's first query
     size_t first_head;   // index of the row's first packed query in `queries` and `out`, in heads
     Pages<C, D> pages;
     const C* value_memory;

@@ -23,7 +23,7 @@ from gptmanager.cuda.attention.paged_kernels import (
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, ints
 from gptmanager.kernels.attention.attention_arguments import AttentionShape, Pages, RowSpans
 
-_WARPS, _TILE = 4, 16  # as in the .cu
+_WARPS, _TILE = 4, 16  # equal to those in the .cu
 _BLOCKS = {5: 32, 4: 64, 3: 160, 2: 512}  # resident blocks -> largest D * TILES, as in the .cu
 # shared memory of a block: at most the first for static arrays, and the second for CUDA itself
 _STATIC_BYTES, _RESERVED_BYTES = 1024, 1024

@@ -10,7 +10,7 @@ from gptmanager.kernels.attention.attention_arguments import AttentionShape
 
 _HEAD_DIMS = (64, 128)
 _TOKENS = 128  # tokens in a tile of keys or values; TOKENS in warpgroup_attention.cu
-_ALIGNMENT = 1024  # of the tiles in shared memory, in bytes
+_ALIGNMENT = 1024  # bytes; tiles in shared memory are aligned to this
 
 
 def warpgroup_kernel(kind: str, dtype: torch.dtype, sinks: bool) -> str:

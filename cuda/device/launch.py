@@ -179,7 +179,7 @@ class DeviceKernel:
         args: Sequence[Argument],
         shared_mem: int = 0,
     ) -> None:
-        # as `torch.cuda.current_stream().cuda_stream`, without creating an object at each launch
+        # like `torch.cuda.current_stream().cuda_stream`, but creates no object at each launch
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         values = tuple(map(_plain, args))
         self._contexts.ensure()  # CuPy would set the context itself, cuda-bindings does not

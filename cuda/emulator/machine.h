@@ -86,6 +86,6 @@ void warpgroup_fence(float* d, size_t size, Site site);
 void warpgroup_commit(Site site);
 void warpgroup_wait(int pending_groups, const float* d, Site site);
 void fence_proxy_async();
-unsigned shared_address(const void* pointer);  // of dynamic shared memory
+unsigned shared_address(const void* pointer);  // the address of dynamic shared memory
 
 }  // namespace emulator

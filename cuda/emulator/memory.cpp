@@ -20,7 +20,7 @@ constexpr size_t PAGE = 4096, DYNAMIC = 256 << 10, ALIGNMENT = 1024;
 // An unreadable page, the stack, and room to move it: at the same place in a page, the tops of 32 stacks
 // would displace each other from the processor's cache.
 constexpr size_t STACK_SPAN = PAGE + STACK + PAGE;
-constexpr unsigned char POISON = 0xFF;  // as a float: NaN; as an int: -1
+constexpr unsigned char POISON = 0xFF;  // NaN as a float, -1 as an int
 
 static size_t dynamic_size;
 static Span loaded, shared;

@@ -97,7 +97,7 @@ class Kernel:
         self, what: str, given: Sequence[int], most: tuple[int, int, int]
     ) -> tuple[int, int, int]:
         try:
-            sizes = [max(1, int(size)) for size in given]  # as CuPy does
+            sizes = [max(1, int(size)) for size in given]  # CuPy does the same
         except (TypeError, ValueError):
             raise EmulatorError(
                 f"{self.name}: `{what}` must be a tuple of sizes, got {given!r}"

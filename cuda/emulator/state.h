@@ -7,7 +7,7 @@
 
 namespace emulator {
 
-constexpr int MAX_WARPS = 1024 / WARP;  // of a block
+constexpr int MAX_WARPS = 1024 / WARP;  // warps of a block
 
 enum class State { READY, IN_WARP, IN_BLOCK, RETURNED };
 

@@ -43,7 +43,7 @@ struct Instruction {
 };
 
 static std::vector<WarpMatmuls> warps;
-static std::vector<std::vector<Instruction>> instructions;  // of each warpgroup
+static std::vector<std::vector<Instruction>> instructions;  // instructions of each warpgroup
 static bool any;                                            // whether this block issued any
 
 void warpgroup_block() {

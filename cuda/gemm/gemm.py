@@ -19,7 +19,7 @@ from gptmanager.cuda.gemm.byte_rows import ByteRows
 from gptmanager.cuda.gemm.device_matrices import BYTES, scales_of, values_of
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_THREADS, _DEPTH = 256, 64  # as in the .cu
+_THREADS, _DEPTH = 256, 64  # equal to those in the .cu
 _RESERVED_BYTES = 1024  # shared memory that CUDA reserves for each block
 # The cost model's rates at which a multiprocessor reads from L2. The unit is the rate at which a
 # multiprocessor reads from memory while all multiprocessors read from memory.

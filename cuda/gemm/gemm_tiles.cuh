@@ -6,7 +6,7 @@
 #include "gemm/widening.cuh"
 
 constexpr int THREADS = 256, WARP_ROWS = 2, WARP_COLUMNS = 4;
-constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // of a row in a round: values, and vectors of 8 values
+constexpr int DEPTH = 64, VECTORS = DEPTH / 8;  // per row and round: values, and vectors of 8
 constexpr int COPIED = THREADS / VECTORS;       // rows that a block copies at a time
 
 // A warp multiplies M matrices of 16 rows of x by N matrices of 8 rows of the weight. RESIDENT: blocks per
@@ -26,7 +26,7 @@ struct Kind {
     static constexpr int COLUMNS = WEIGHTS / (GATED ? 2 : 1);  // result columns of a tile
     static constexpr int SPAN = 8 * N / (GATED ? 2 : 1);       // result columns of a warp
     static constexpr int STAGE = (ROWS + WEIGHTS / PARTS<T, W>) * DEPTH;  // elements of T
-    static constexpr int WEIGHT_VECTORS = VECTORS / PARTS<T, W>;          // of a weight row, in a round
+    static constexpr int WEIGHT_VECTORS = VECTORS / PARTS<T, W>;          // per weight row and round
     // Number of matrices of x that are loaded at once. More would need too many registers.
     static constexpr int AT_ONCE = RESIDENT == 2 ? 1 : M == 2 ? 2 : 4;
 

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv(
         for (int i = 0; i < GATES; i++)
             rows_ahead[i] = weight + size_t(min(first + 8 * i, width - 1)) * depth;
     };
-    auto vector_of = [&](int i, int vector) {  // of tile i
+    auto vector_of = [&](int i, int vector) {  // a vector of tile i
         return rows_ahead[i % GATES] + (i < GATES ? 0 : up) + vector * WIDE<W>;
     };
     auto fetch = [&](uint4 (&to)[TILES], int chunk) {

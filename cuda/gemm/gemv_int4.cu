@@ -7,7 +7,7 @@
 #include "gemm/widening.cuh"
 
 constexpr int WARPS = 16, GROUP = 32, PANEL = 16;
-constexpr int ROWS = 16, TILES = 4, COLUMNS = 2 * PANEL;  // of an item: see the kernel's comment
+constexpr int ROWS = 16, TILES = 4, COLUMNS = 2 * PANEL;  // sizes of an item: see the kernel's comment
 
 // One lane's part of a group: 4 bytes of each of 4 weight rows, and the scales and minima of 8 weight rows.
 struct Group {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gemv_int4(
                 if (group >= groups) break;
                 Group own = ring[i];
                 fetch(ring[i], item, group + GROUPS_AHEAD * WARPS);
-                unsigned a[2][4];  // of both halves of the group
+                unsigned a[2][4];  // fragments of both halves of the group
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     int k = group * GROUP + half * 16 + 4 * t;

@@ -16,7 +16,7 @@ from torch import Tensor
 from gptmanager.cuda.device.launch import NAMES, Argument, Launcher, Program, check_tensors, ints
 from gptmanager.kernels.lora.adapter_arguments import AdapterModule, StepAdapters
 
-MAX_MODULES = 4  # of one matrix: attn_q, attn_k and attn_v, and attn_qkv for the whole matrix
+MAX_MODULES = 4  # for one matrix: attn_q, attn_k, attn_v, and attn_qkv for all of it
 _MAX_COLUMNS = 1 << 24  # columns of a matrix fit into 24 bits, see `_pack`
 # Per block: threads of `shrink`, columns of `expand`, and ranks of `shrink`.
 _SHRINK_THREADS, _COLUMNS, _RANKS = 256, 128, 16

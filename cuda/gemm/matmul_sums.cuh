@@ -78,7 +78,7 @@ template <int TILES, class W> struct Sums<float, TILES, W> {
         for (int i = 0; i < TILES; i++) {
 #pragma unroll
             for (int row = 0; row < ROWS<float>; row++) {
-                float sum = warp_sum<LANES>(own[i][row]);  // of weight row g
+                float sum = warp_sum<LANES>(own[i][row]);  // the sum of weight row g
                 float even = __shfl_sync(0xFFFFFFFFu, sum, 8 * t);
                 float odd = __shfl_sync(0xFFFFFFFFu, sum, 8 * t + 4);
                 if (row == g) result[i][0] = even, result[i][1] = odd;

@@ -28,9 +28,9 @@ template <> __device__ inline unsigned widened_pair<__nv_bfloat16>(unsigned byte
     return ptx::add_pair(both & 0xFF7FFF7Fu, (both & 0xFF80FF80u) | 0x80008000u, __nv_bfloat16());
 }
 
-// As `widened_pair`, for bytes that each hold a 4-bit value from 0 to 15. If CENTERED, 8 is subtracted.
+// Like `widened_pair`, for bytes that each hold a 4-bit value from 0 to 15. If CENTERED, 8 is subtracted.
 template <class T, bool CENTERED> __device__ inline unsigned nibble_pair(unsigned bytes, int half) {
-    constexpr unsigned UPPER = is_half<T> ? 0x64 : 0x43;  // as in `widened_pair`
+    constexpr unsigned UPPER = is_half<T> ? 0x64 : 0x43;  // the same as in `widened_pair`
     constexpr unsigned CONSTANT = 0x8000 | UPPER << 8 | (CENTERED ? 8 : 0);
     unsigned both = __byte_perm(bytes, UPPER, half ? 0x4342 : 0x4140);
     return ptx::add_pair(both, CONSTANT << 16 | CONSTANT, T());

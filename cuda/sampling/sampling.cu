@@ -41,7 +41,7 @@ __device__ inline float find_best(
     float own_best = -INFINITY;
     row.each_piece([&](int number, int first, int end) {
         float best = -INFINITY;
-        Mass mass{-INFINITY, 0};  // of this lane
+        Mass mass{-INFINITY, 0};  // the mass of this lane
 #pragma unroll 1
         for (int start = first; start < end; start += R::LOADS * R::STEP) {
             typename R::Loaded loaded;

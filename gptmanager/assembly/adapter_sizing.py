@@ -16,7 +16,7 @@ from gptmanager.peft_cache import CacheSizes, cache_sizes
 from gptmanager.request.adapter_modules import AdapterLimits, AdapterShare, LoraModule
 
 MAX_PAGES = 1 << 22  # per cache level; more than any manager needs
-_HOST_FRACTION = 0.25  # of free CPU memory, at most, if `host_cache_size` is the default
+_HOST_FRACTION = 0.25  # largest share of free CPU memory by default
 _DEFAULT = PeftCacheManagerConfig()
 
 

@@ -16,7 +16,7 @@ from gptmanager.memory.kv_pool import KvPool
 from gptmanager.models.model import Dimensions, page_shapes, state_shapes
 
 _GIB = 1 << 30
-_CPU_FRACTION = 0.25  # of free CPU memory, if neither max_tokens nor a fraction is given
+_CPU_FRACTION = 0.25  # share of free CPU memory if no size is given
 _DEFAULT_FRACTION = 0.9
 _WINDOWED_CHUNK = 256  # the fewest tokens in a chunk with an attention window
 _UNBOUNDED = 1 << 62

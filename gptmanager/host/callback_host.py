@@ -303,7 +303,7 @@ class CallbackHost:
             if type(stops) not in READY:
                 check_answer("PollStopSignal", stops, may_yield=True)
             elif not stops:
-                return  # as in most iterations
+                return  # the usual case
             if stops is not None:
                 collect_ids(stops, self._stops)
 

@@ -107,7 +107,7 @@ class AcceptedRequests:
         processor = request.logits_post_processor
         if type(processor) is Grammar and processor.bans is None:
             objects["tokenizer"] = self._tokenizer_of(processor.owner)
-            start = processor.start and [*processor.start]  # as lists, since JSON has no tuples
+            start = processor.start and [*processor.start]  # lists, because JSON has no tuples
             grammar = {"source": [*processor.compiled.source], "start": start}
         if objects:
             self._used[request.request_id] = _Used([*objects.values()], task_id, task)

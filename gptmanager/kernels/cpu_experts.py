@@ -51,8 +51,8 @@ class _GroupPlan(NamedTuple):
 
     plan: MatmulPlan
     task: GroupTask
-    rows: int  # of each expert's matrix
-    dtype: torch.dtype  # of the result
+    rows: int  # rows of each expert's matrix
+    dtype: torch.dtype  # the result's dtype
 
     def bounds(self, num_tokens: int) -> list[tuple[int, int]]:
         """Return bounds on the rows routed to an expert, for each used instruction of the plan.

@@ -168,7 +168,7 @@ def result_of(provider: Any, method: str, given: Sequence[Any], shape: Sequence[
             raise _misuse(provider, method, f"the {what} {found}", str(expected))
     if not result.is_floating_point():
         raise _misuse(provider, method, f"the dtype {result.dtype}", str(first.dtype))
-    return result.to(first.dtype).contiguous()  # as all ops of a model expect it
+    return result.to(first.dtype).contiguous()  # all ops of a model require this
 
 
 def _call(provider: Any, method: str, given: Sequence[Any]) -> Any:

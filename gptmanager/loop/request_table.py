@@ -85,7 +85,7 @@ class RequestTable:
         self._final = final
         self._timed: dict[int, ActiveRequest] = {}  # requests with a deadline
         self._arriving: deque[InferenceRequest] = deque()  # fetched, not admitted yet
-        self._resumed: dict[int, Progress] = {}  # of those in `_arriving` that a journal restored
+        self._resumed: dict[int, Progress] = {}  # progress of requests that a journal restored
         self._intake: Intake | None = None  # the intake that is being applied
         self._stopping: deque[int] = deque()  # stop signals of `_intake` not applied yet
         # a request that is being freed and has not got its final response

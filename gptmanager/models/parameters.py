@@ -100,7 +100,7 @@ def _adapted_shapes(layer: Layer) -> dict[str, tuple[int, ...]]:
         heads = own.num_heads, own.own_kv_heads, own.head_dim, own.projected_heads
         found = {"qkv": heads, "out": (own.out_width,)}
     elif (recurrent := own.recurrent) is not None:
-        shapes = recurrent.parameters(0)  # of each hidden size
+        shapes = recurrent.parameters(0)  # the shapes for each hidden size
         names = *recurrent.inputs, own.out_name
         found = {name: shapes[f"{name}.weight"] for name in names}
     if mlp is None:

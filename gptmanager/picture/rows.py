@@ -57,7 +57,7 @@ def row_names(trace: Trace, layout: Layout) -> Iterator[str]:
             yield label(layout.left - 62, y, _name(row.request_id), "end")
             known = row.max_new_tokens > 0  # 0 if the request arrived before the first column
             lengths = f"{row.prompt_len}+{row.max_new_tokens}" if known else "?"
-            width = 50 if len(lengths) > 7 else ""  # of the column of lengths
+            width = 50 if len(lengths) > 7 else ""  # the width of the column of lengths
             yield label(layout.left - 6, y, lengths, "end faint small", width)
 
 

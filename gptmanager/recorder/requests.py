@@ -100,7 +100,7 @@ def without_weights(value: Any) -> Any:
     The digest of the weights is recorded later, after they have been read.
     """
     if isinstance(value, (list, tuple)):
-        value = np.asarray(value)  # as admission does
+        value = np.asarray(value)  # admission converts it, too
     if isinstance(value, np.ndarray):
         return np.broadcast_to(np.zeros((), dtype=value.dtype), value.shape)
     is_tensor = isinstance(value, torch.Tensor) and value.layout is torch.strided

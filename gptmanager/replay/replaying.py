@@ -287,7 +287,7 @@ class _RecordedWorld:
     """The host and the executor of a replay: both return the values of the recorded iteration."""
 
     def __init__(self) -> None:
-        self._arrivals: dict[int, float] = {}  # of active requests
+        self._arrivals: dict[int, float] = {}  # arrival times of active requests
         self.begin(None)
 
     def begin(self, iteration: Iteration | None) -> None:

@@ -28,8 +28,8 @@ class CallsInThought:
         self._new_parser = new_parser
         self._tags = new_parser().openers
         self._held: list[str] = []  # pieces of text: spaces, and what may begin a tag or is calls
-        self._parser: CallParser | None = None  # of these pieces, which begin with a tag
-        self._found: list[Found] = []  # the parts of these pieces
+        self._parser: CallParser | None = None  # parses `_held`, which begins with a tag
+        self._found: list[Found] = []  # the parts of `_held`
         self._num_trials = 0
         self.num_held = 0  # characters that are held back, without the spaces before them
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import ClassVar
 
-_ENDS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}  # of strings, and escapes
+_ENDS = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}  # ends of strings, and escapes
 
 
 class ObjectScan:
@@ -18,7 +18,7 @@ class ObjectScan:
     breaks: ClassVar[re.Pattern[str]] = re.compile(r'["{}\[\]]')
 
     def __init__(self) -> None:
-        self.quote = ""  # of the string in which the scan is
+        self.quote = ""  # the quote of the string that the scan is in
         self._depth = 0
         self._is_escaped = False
 

@@ -175,7 +175,7 @@ class Cohere(ShapedFormat):
         return "<|START_ACTION|>" in template or _ACTION in template
 
 
-_ACTION = r"Action:\n```json\n["  # as a template writes line breaks
+_ACTION = r"Action:\n```json\n["  # templates write line breaks so
 
 
 class ApertusParser(HeadedCallParser):

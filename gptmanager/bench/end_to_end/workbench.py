@@ -131,7 +131,7 @@ class Workbench:
         started = budget.used
         self.source, self.config, self.weights = self._model()
         weights_s = budget.used - started
-        dtype = read_dtype(self.config, self.dtype)  # as in managers
+        dtype = read_dtype(self.config, self.dtype)  # managers read it the same way
         timer = ClockTimer() if self.device.type == "cpu" else DeviceTimer()
         sizes = (self.scale.copy_bytes, self.scale.matmul_width)
         self.ceilings = measure_ceilings(timer, self.device, dtype, *sizes)

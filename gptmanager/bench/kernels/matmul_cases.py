@@ -129,7 +129,7 @@ def _prepare(
         result = F.linear(x, floats[number])
         if not has_silu:
             return result
-        activate_gated(rig.launcher, own, result)  # as a manager does after torch's matmul
+        activate_gated(rig.launcher, own, result)  # a manager does this after torch's matmul
         return own
 
     expected = F.linear(x.float(), plain(weights[0]).float())

@@ -72,7 +72,7 @@ def _value(value: Any) -> bytes:
         return struct.pack("<I", 8) + _text(value)
     if isinstance(value, float):
         return struct.pack("<If", 6, value)
-    if isinstance(value, list):  # of strings
+    if isinstance(value, list):  # a list of strings
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
     return struct.pack("<II", 4, value)
 

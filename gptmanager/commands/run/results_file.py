@@ -77,7 +77,7 @@ class Results:
     file: RawIOBase | None
     by_number: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
     _next: int = field(default=0, init=False)  # the index of the line that is written next
-    _sizes: list[int] = field(default_factory=list, init=False)  # of its parts that are written
+    _sizes: list[int] = field(default_factory=list, init=False)  # sizes of written parts
 
     def add(
         self, line: RequestLine, outcome: GenerationResult | BaseException | None

@@ -226,7 +226,7 @@ class GuidedSession(RowSession):
         self._vocab_size = vocab_size
         self._num_words = -(-vocab_size // 32)
         self._masks: Words = np.empty((0, 0), dtype=np.int32)
-        self._address = 0  # of `_masks`, kept because NumPy takes 3 us to return it
+        self._address = 0  # address of `_masks`: NumPy takes 3 us to return it
 
     def load(self, line: int, bound: Grammar) -> None:
         """Do nothing, because the state of a sequence is kept with its request."""
@@ -234,7 +234,7 @@ class GuidedSession(RowSession):
     def process(self, rows: Rows) -> Errors:
         errors: dict[int, BaseException] = {}
         masks = self._masks_for(rows)
-        progresses: dict[int, _Progress] = {}  # of the rows that have not failed
+        progresses: dict[int, _Progress] = {}  # only rows that have not failed
         lines, lengths = rows.lines.tolist(), rows.lengths.tolist()
         for index, sequence in enumerate(rows.sequences):
             try:

@@ -44,7 +44,7 @@ from gptmanager.lifecycle.per_process import PerProcess
 
 MAX_TEXTS = 10_000  # in a choice
 MAX_GRAMMAR_BYTES = 1 << 20
-MAX_KEPT_BYTES = 4 << 20  # of grammar texts; a compiled grammar takes up to 10 times its text
+MAX_KEPT_BYTES = 4 << 20  # grammar texts; a compiled grammar takes up to 10 times its text
 _MAX_TRIALS = 4  # grammars that are compiled at the same time
 
 

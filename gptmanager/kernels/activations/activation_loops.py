@@ -39,7 +39,7 @@ from gptmanager.kernels.simd.lanes import (
 from gptmanager.kernels.simd.threads import NEXT_PART, share_of, task_fields
 
 KINDS: Mapping[Activation, int] = {name: kind for kind, name in enumerate(get_args(Activation))}
-SILU, GELU_ERF, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU = range(6)  # as `Activation` lists them
+SILU, GELU_ERF, GELU_TANH, RELU, RELU2, CLAMPED_SWIGLU = range(6)  # in the order of `Activation`
 # kinds of other ops: `scaled`, `gated` with a gate for each element or token, `add_to`, and the
 # ops of the same names
 SCALE, GATE, TOKEN_GATE, ADD, SCALE_ROWS, CLAMP, XIELU = range(6, 13)

@@ -42,7 +42,7 @@ from gptmanager.kernels.simd.threads import NEXT_PART, NEXT_THREAD, share_of, ta
 SCORES: Mapping[Score, int] = {
     name: kind for kind, name in enumerate(get_args(Score)) if name != "sparse_mixer"
 }
-_SOFTMAX, _SIGMOID, _SOFTMAX_OF_BEST, _SIGMOID_OF_BEST = range(4)  # as `Score` lists them
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_BEST, _SIGMOID_OF_BEST = range(4)  # in the order of `Score`
 _INFINITY = np.float32(np.inf)
 SCRATCH_ROWS = 3  # per thread: scores, scores for ranking, and qualities of groups
 

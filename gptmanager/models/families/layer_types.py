@@ -10,7 +10,7 @@ from gptmanager.models.fields import Fields
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, CONVOLUTION = "linear_attention", "conv"
-MLP, MOE = "mlp", "moe"  # of layers without attention
+MLP, MOE = "mlp", "moe"  # types of layers without attention
 _MAMBA = {"attention": FULL, "mamba": LINEAR}
 _LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 _PATTERN = "sliding_window_pattern"

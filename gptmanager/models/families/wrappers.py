@@ -100,7 +100,7 @@ TEXT_FAMILIES: Mapping[str, str] = {
     "video_llama_3": "qwen2",
     "video_llava": "llama",
     "vipllava": "llama",
-    "vlm": "hyperclovax",  # as HyperCLOVA X SEED Think 32B is published
+    "vlm": "hyperclovax",  # HyperCLOVA X SEED Think 32B
     "voxtral": "llama",
 }
 # Model types of published configs -> the family that these models are of.

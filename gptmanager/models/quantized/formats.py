@@ -174,7 +174,7 @@ class MatrixFinder(GivenTensors):
         own = self._given.get(f"{name}_scale", info)
         if own.dtype in FLOATS.values() and self._scheme.method == "modelopt":
             shape, width = (2 * rows, columns), max(1, columns // max(1, *own.shape[1:], 1))
-            self.used.add(f"{name}_scale_2")  # of W4A8: the scale of 8-bit floats on a GPU
+            self.used.add(f"{name}_scale_2")  # W4A8 on a GPU scales 8-bit floats by it
             return RowPairs(name, shape, self._grid(f"{name}_scale", shape, [(1, width)]))
         shape = rows, 2 * columns
         if f"{name}_scale" in self._given and own.dtype in _POWERS:

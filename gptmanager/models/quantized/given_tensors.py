@@ -82,7 +82,7 @@ class GivenTensors:
         """Return the grid of a tensor of the shape `stored`; see `_grid`."""
         rows, columns = shape
         given = stored if len(stored) > 1 else (*stored, 1, 1)[:2]
-        if len(stored) == 4 and stored[1::2] == (1, 1):  # as ModelOpt writes scales of blocks
+        if len(stored) == 4 and stored[1::2] == (1, 1):  # ModelOpt's scales of blocks
             given = stored[::2]
         fitting = {
             (min(height, rows), min(width, columns))

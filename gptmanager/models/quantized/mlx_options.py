@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gptmanager.errors import ConfigError, quoted
 from gptmanager.memory.checkpoint.tensor_sources import tensor_name
 
-MLX_FIELD = "quantization"  # of config.json
+MLX_FIELD = "quantization"  # its field in config.json
 OPTIONS = ("group_size", "bits", "mode")
 _GLOBAL_SCALE = "global_scale"
 BITS = (2, 3, 4, 5, 6, 8)

@@ -26,7 +26,7 @@ from gptmanager.server.engine.restored_responses import RestoredResponses
 from gptmanager.server.http.request_log import RequestLog
 from gptmanager.server.settings import ServerSettings
 
-_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of `generate_latest`
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # that `generate_latest` writes
 
 
 class ServerMetrics(PrometheusSink):

@@ -29,7 +29,7 @@ from gptmanager.server.errors import ApiError
 from gptmanager.server.fields import field_error, wrong_key
 from gptmanager.server.http.warning_header import Warnings
 
-_NO_GRAMMAR = ("grammar", "")  # what clients of llama.cpp send if they want none
+_NO_GRAMMAR = ("grammar", "")  # clients of llama.cpp send these for no grammar
 # How errors of post-processors begin; for the client, the value has the name of its field.
 _OWN_NAMES = ("logits_post_processor ", "json_schema: ", "regex: ", "choice: ", "words: ")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")

@@ -70,7 +70,7 @@ BLOCKS: Mapping[str, Family] = {
             **layer_names(
                 _LAYER, stacked_up="mixer.experts.up_proj", stacked_down="mixer.experts.down_proj"
             ),
-            **layer_names(  # as MLX writes them
+            **layer_names(  # the names that MLX writes
                 _LAYER,
                 stacked_up="mixer.switch_mlp.fc1.weight",
                 stacked_down="mixer.switch_mlp.fc2.weight",

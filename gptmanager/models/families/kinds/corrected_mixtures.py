@@ -116,7 +116,7 @@ CORRECTED_MIXTURES: Mapping[str, Family] = {
             correction="mlp.gate.expert_bias",
             **{**EXPERTS, **SHARED},
         ),
-        other_tensors={  # as models of transformers have them
+        other_tensors={  # the names in transformers
             **layer_names(**IN_ONE),
             **layer_names(**{it: f"self_attn.{it}_proj" for it in "qkv"}),
             **layer_names(

@@ -94,7 +94,7 @@ _PHI3 = replace(
         up=None,
         gate_up="mlp.gate_up_proj",
     ),
-    # as PEFT names them next to the adapters of images and sounds in Phi-4-multimodal
+    # PEFT's names, next to the adapters of images and sounds in Phi-4-multimodal
     other_tensors=layer_names(
         qkv="self_attn.qkv_proj.base_layer",
         out="self_attn.o_proj.base_layer",

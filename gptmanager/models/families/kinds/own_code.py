@@ -31,7 +31,7 @@ OWN_CODE: Mapping[str, Family] = {
             up="mlp.c_fc_1",
             down="mlp.c_proj",
         ),
-        other_tensors=LLAMA_NAMES,  # of a model in transformers
+        other_tensors=LLAMA_NAMES,  # the names in transformers
         prefix="transformer.",
         spellings={  # the published names, and those of transformers 5.24
             "norm_eps": ("layer_norm_epsilon", "rms_norm_eps"),
@@ -61,7 +61,7 @@ OWN_CODE: Mapping[str, Family] = {
             up="feed_forward.w3",
             down="feed_forward.w2",
         ),
-        other_tensors=layer_names(q="attention.wq", k="attention.wk", v="attention.wv"),  # of GGUF
+        other_tensors=layer_names(q="attention.wq", k="attention.wk", v="attention.wv"),  # in GGUF
         defaults=llama_fields(bias=True),
         qkv_bias="bias",
         out_bias="bias",

@@ -108,7 +108,7 @@ SINKS: Mapping[str, Family] = {
         tensors={**MIXTURES["granitemoeshared"].tensors, **_SINKS},
         other_tensors={
             **MIXTURES["granitemoeshared"].other_tensors,
-            **layer_names(  # as libraries write them to pack them
+            **layer_names(  # names in packed checkpoints
                 **{it: BY_EXPERT[it].replace("mlp", "block_sparse_moe") for it in BY_EXPERT}
             ),
         },
