@@ -55,6 +55,8 @@ class CpuMatmuls(Kernels):
 
     def __init__(self, deterministic: bool = False) -> None:
         super().__init__(deterministic)
+        if not can_be_packed(torch.float32, "int4"):
+            self.group_kinds = ()  # then 8 bits take less memory than the floats of each group
         self._team = Team()
 
     def new_matrix(

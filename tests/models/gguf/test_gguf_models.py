@@ -28,6 +28,7 @@ from gptmanager.assembly import loading
 from gptmanager.callbacks import RequestQueue
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import plain
+from gptmanager.kernels.gemm import matmul_plan
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.models import load_model
 from gptmanager.models.checkpoint_parts import open_tensors, read_config
@@ -385,6 +386,16 @@ def test_matrices_with_scales_beyond_float16_are_stored_in_8_bits(
     with pytest.raises(ConfigError, match=f"proj.weight of {name} has a scale .*at most 65504"):
         load_model(path, weights_dtype="file")
     load_model(path, weights_dtype="int8")
+
+
+@pytest.mark.parametrize("number", [2, 20])
+def test_a_processor_that_cannot_convert_float16_has_8_bits_instead(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul_plan, "HAS_FLOAT16", False)
+    path = quantized_llama(tmp_path / "a.gguf", number)
+    weights = load_model(path, weights_dtype="file").weights
+    assert {matrix.values.dtype for matrix in weights.matrices} == {torch.int8}
 
 
 @pytest.mark.parametrize("number", [2, 3])
