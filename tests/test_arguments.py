@@ -121,7 +121,7 @@ def test_only_a_manager_can_be_attached(make):
         made.close()
 
 
-def test_values_that_are_no_tensors_and_no_words():
+def test_values_that_are_neither_tensors_nor_words():
     with pytest.raises(TypeError, match="tensors = 5 must be a dict.*from_tokens"):
         InferenceRequest(1, 5)
     with pytest.raises(TypeError, match="words = 5 is not a list of words"):

@@ -114,6 +114,19 @@ def test_a_dangling_docstring_is_found():
     assert dangling_docstrings("async def g():\n    '''What it is.'''") == ["g"]
 
 
+# Words that leave open in the name of a test what does what.
+VAGUE = "told|untold|who|whom|whoever|nobody|somebody|stands?|stood|beside|behind|brings?|brought"
+VAGUE += "|(?<!there_)(?:is|are)_no|so_many|so_long"
+NAMES = re.compile(rf"def (test(?:_\w+)?_(?:{VAGUE})(?:_\w+)?)\(")
+
+
+def test_names_of_tests_are_plain():
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert found_in(tests, lambda path: NAMES.findall(path.read_text(encoding="utf-8"))) == {}
+    text = "".join(f"def test_{name}(x):\n" for name in ("told", "a_who_b", "a_whole_is_not_b"))
+    assert NAMES.findall(text) == ["test_told", "test_a_who_b"]
+
+
 # Such a comment at the end of a line names no subject, or is only half a sentence.
 DANGLING_COMMENT = re.compile(r"\S +(?:#|//) ((?:of|as|what|who|whose)\b.*)")
 
@@ -124,6 +137,7 @@ def dangling_comments(path):
 
 def test_comments_at_the_end_of_a_line_have_a_subject():
     assert found_in([*FILES, *SOURCES], dangling_comments) == {}
+    assert DANGLING_COMMENT.findall("x = 1  # of a step\n# of it\n") == ["of a step"]
 
 
 def forms_of(path):

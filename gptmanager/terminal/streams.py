@@ -20,9 +20,7 @@ def prepare_streams() -> None:
     output of this process's children. The null device is opened for reading only, so that text for
     a closed output is an error. sys.stdin stays None: a closed input is an error of its own.
     """
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # the default of sys.stderr; stdout may not be UTF-8
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not always UTF-8; sys.stderr has this already
         sys.stdout.reconfigure(errors="backslashreplace")
     access = {"stdin": os.O_RDONLY, "stdout": os.O_RDONLY, "stderr": os.O_WRONLY}
     for name in [name for name in access if getattr(sys, name) is None]:

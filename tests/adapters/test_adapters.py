@@ -226,7 +226,7 @@ SPOILT[1, 41] = np.inf
         (numbers(), [[1, 0, 1]] * 10, AdapterError, "lora_config has 10 rows, expected at most 9"),
     ],
 )  # fmt: skip
-def test_what_is_no_adapter_of_the_model_is_refused(
+def test_a_tensor_that_is_not_an_adapter_of_the_model_is_refused(
     weights: Any, config: Any, error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=re.escape(text)) as caught:

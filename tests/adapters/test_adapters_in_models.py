@@ -76,7 +76,7 @@ def test_adapters_are_added_to_quantized_matrices(kind: Any, tmp_path: Path) -> 
     assert not torch.allclose(logits(quantized, slots.flip(0)), wanted, atol=0.3)
 
 
-def test_a_step_whose_adapters_nobody_uses_has_the_bits_of_one_without() -> None:
+def test_a_step_with_unused_adapters_has_the_bits_of_one_without() -> None:
     model = load_model(checkpoint(random_model(CONFIGS["gpt2"])))
     rows = [(0, [1, 2, 3]), (1, [4])]
     logits = []

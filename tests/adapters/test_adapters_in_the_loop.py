@@ -124,7 +124,7 @@ def test_it_waits_while_others_run_and_then_runs():
     assert driver.host.counts[-1].adapters.device_used_pages == 2
 
 
-def test_later_requests_bring_the_id_alone():
+def test_later_requests_pass_only_the_id():
     driver = driver_of()
     driver.submit(request(1, 7, size=1))
     finish(driver)
@@ -136,7 +136,7 @@ def test_later_requests_bring_the_id_alone():
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_an_id_alone_waits_for_the_request_of_the_same_get_that_brings_it(order):
+def test_an_id_alone_waits_for_the_request_of_the_same_get_that_has_the_weights(order):
     driver = driver_of()
     both = {1: request(1, 7, size=1), 2: request(2, 7)}
     driver.submit(*(both[i] for i in order))
@@ -145,7 +145,7 @@ def test_an_id_alone_waits_for_the_request_of_the_same_get_that_brings_it(order)
     assert counts(driver).misses == 1
 
 
-def test_an_id_that_nobody_brought_is_an_error_that_names_no_other_id():
+def test_an_unknown_id_is_an_error_that_names_no_other_id():
     driver = driver_of()
     driver.submit(request(1, 7, size=1), request(2, 9))
     finish(driver)
@@ -177,7 +177,7 @@ def test_an_adapter_that_is_none_ends_its_request_and_those_that_wait_for_it():
     assert not error_of(driver, 3)
 
 
-def test_who_waits_for_one_that_is_none_gets_that_of_another():
+def test_a_request_that_waits_for_an_invalid_adapter_gets_that_of_a_later_one():
     driver = driver_of()
     driver.submit(request(1, 7, size=1, value=np.nan), request(2, 7), request(3, 7, size=1))
     driver.submit(request(4, 7))
@@ -186,7 +186,7 @@ def test_who_waits_for_one_that_is_none_gets_that_of_another():
     assert not any(error_of(driver, i) for i in (2, 3, 4))
 
 
-def test_who_brought_it_may_go_and_others_get_it_all_the_same():
+def test_others_get_an_adapter_after_the_request_that_passed_it_ends():
     driver = driver_of()
     driver.submit(request(1, 7, size=1), request(2, 7))
     step(driver, works=False)
@@ -197,7 +197,7 @@ def test_who_brought_it_may_go_and_others_get_it_all_the_same():
     assert not error_of(driver, 2)
 
 
-def test_what_nobody_wants_any_more_is_dropped():
+def test_an_adapter_that_no_request_needs_is_dropped():
     driver = driver_of()
     driver.submit(request(1, 7, size=1))
     step(driver, works=False)
@@ -211,7 +211,7 @@ def test_what_nobody_wants_any_more_is_dropped():
 
 @pytest.mark.parametrize("way", ["stop", "deadline_s", "queue_timeout_s"])
 @pytest.mark.parametrize("kind", [ReadAdapter, WriteAdapter, CopyAdapter])
-def test_who_ends_while_its_adapter_is_on_its_way(kind, way):
+def test_a_request_that_ends_while_its_adapter_is_read(kind, way):
     """At each stage, which ends later. Others go on; what comes then is answered, too."""
     driver = driver_of()
     limits = {} if way == "stop" else {way: 6.5}
@@ -331,7 +331,7 @@ def test_a_higher_priority_takes_the_pages_of_a_request_that_has_not_started():
     assert not error_of(driver, 2) and not error_of(driver, 3)
 
 
-def test_who_has_started_keeps_its_pages():
+def test_a_started_request_keeps_its_pages():
     driver = driver_of(host=8, device=1)
     driver.submit(request(1, 1, size=1, length=10))
     step(driver, 5)
@@ -341,7 +341,7 @@ def test_who_has_started_keeps_its_pages():
     finish(driver)
 
 
-def test_who_is_passed_over_long_enough_is_waited_for():
+def test_a_request_passed_over_long_enough_is_waited_for():
     """One adapter is used without a gap; another needs all pages."""
     driver = driver_of(host=8, device=2, max_batch_size=2, max_active=None)
     driver.submit(request(1, 1, size=1), request(2, 2, size=2))
@@ -358,7 +358,7 @@ def test_who_is_passed_over_long_enough_is_waited_for():
     finish(driver)
 
 
-def test_who_runs_keeps_its_pages_however_long_another_is_passed_over():
+def test_a_running_request_keeps_its_pages_however_long_another_is_passed_over():
     driver = driver_of(host=8, device=2, max_batch_size=2, max_active=None)
     driver.submit(request(1, 1, size=1), request(2, 2, size=2))
     step(driver, 3)
@@ -484,7 +484,7 @@ def test_would_fit_knows_which_adapters_are_known():
     assert would_fit(driver.loop, request(2, 7)).accepted
 
 
-def test_news_of_work_that_nobody_waits_for_is_no_news():
+def test_results_that_no_request_waits_for_are_ignored():
     driver = driver_of()
     driver.submit(request(1, length=6))
     step(driver)

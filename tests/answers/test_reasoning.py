@@ -228,7 +228,7 @@ def test_a_header_of_harmony_without_an_end_is_content(size):
 @pytest.mark.parametrize(
     ("arguments", "reason"), [('{"a": [1', "stop"), ('{"a": [1]}', "tool_calls")]
 )
-def test_a_cut_call_of_harmony_is_no_reason_to_run_it(arguments, reason):
+def test_a_cut_call_of_harmony_does_not_finish_as_tool_calls(arguments, reason):
     answer = ChatAnswer(HarmonyParser(NAMES, HEAD))
     answer.push(TO_ADD.replace('{"a": [1]}', arguments))
     answer.flush()

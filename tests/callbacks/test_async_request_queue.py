@@ -145,7 +145,7 @@ def test_tasks_wait_for_room_in_their_order():
     asyncio.run(main())
 
 
-def test_who_gives_up_waiting_leaves_nothing_and_lets_the_next_one_in():
+def test_a_submit_that_gives_up_waiting_leaves_nothing_and_lets_the_next_one_in():
     requests = AsyncRequestQueue(max_pending=1)
 
     async def main():
@@ -164,7 +164,7 @@ def test_who_gives_up_waiting_leaves_nothing_and_lets_the_next_one_in():
 
 
 @pytest.mark.parametrize("is_woken", [False, True])
-def test_a_task_whose_event_loop_was_closed_holds_up_nobody(is_woken):
+def test_a_task_whose_event_loop_was_closed_delays_no_other(is_woken):
     requests = AsyncRequestQueue(max_pending=1)
 
     async def leave():
@@ -191,7 +191,7 @@ def test_a_task_whose_event_loop_was_closed_holds_up_nobody(is_woken):
     assert requests.num_open == 2 and not requests._turns
 
 
-def test_tasks_of_a_stopped_event_loop_hold_up_nobody_and_go_on_when_it_starts_again():
+def test_tasks_of_a_stopped_event_loop_delay_no_other_and_go_on_when_it_starts_again():
     requests = AsyncRequestQueue(max_pending=1)
 
     async def submit(number):

@@ -259,7 +259,7 @@ def test_letters_of_any_script_count_by_their_bytes(monkeypatch):
     assert first() is None
 
 
-def test_a_list_that_nobody_waits_for_is_not_looked_up():
+def test_a_list_that_no_request_waits_for_is_not_looked_up():
     texts, gate = BannedTexts(byte_level([b"a"]), max_word_lists=1), threading.Event()
     texts._lists.get()._threads.submit(gate.wait, 20)
     given_up = weakref.ref(texts.bind(["a"]))

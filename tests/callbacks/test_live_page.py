@@ -184,7 +184,7 @@ def test_a_request_waits_runs_is_paused_and_ends():
     assert +fed.rows.kinds == {"c": 1}
 
 
-def test_a_refused_duplicate_is_no_end_of_the_request_with_its_id():
+def test_a_refused_duplicate_does_not_end_the_request_with_its_id():
     fed = Fed(arrival(7), ran(5, context=[(7, 0, 4)]), Ending(7, "DuplicateRequestIdError"))
     assert (fed.rows.num_active, fed.rows.outcomes.total()) == (1, 1)
     fed.feed(ran(6, generation=[(7, 4)]))
@@ -226,7 +226,7 @@ def test_one_that_goes_on_in_the_other_micro_batch_is_not_held():
     assert spans(fed)["7"] == [["c", 5, 4], ["g", 6, 0]]
 
 
-def test_who_was_there_before_the_watch():
+def test_requests_from_before_the_watch():
     fed = Fed(
         arrival(7, holds_memory=True, num_generated=2),
         arrival(8, pause_count=1, num_generated=1),
@@ -403,7 +403,7 @@ def test_events_that_were_lost_are_noticed(monkeypatch):
         browser.wait_for(lambda it: it.row(2)[10])
 
 
-def test_nobody_looks_nothing_is_done(monkeypatch):
+def test_a_page_without_viewers_does_nothing(monkeypatch):
     monkeypatch.setattr(live_feed, "GRACE_S", 0.02)
     host = RecordingCallbacks()
     with managed(host) as manager, LivePage() as page:

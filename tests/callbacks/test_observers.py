@@ -29,7 +29,7 @@ def test_only_the_first_one_may_be_a_generator():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError, SystemExit])
-def test_an_observer_that_raises_stops_nobody_and_is_logged(caplog, error):
+def test_an_observer_that_raises_stops_no_other_and_is_logged(caplog, error):
     seen = []
 
     def failing(record):

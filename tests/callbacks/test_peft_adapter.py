@@ -185,7 +185,7 @@ def test_names_may_lack_the_prefix_of_their_family(tmp_path):
         ({"layers_to_transform": ["1"]}, "layers_to_transform = ['1']"),
     ],
 )
-def test_what_is_no_plain_lora_is_refused_by_name(tmp_path, fields, text):
+def test_variants_of_lora_are_refused_by_name(tmp_path, fields, text):
     save_adapter(tmp_path, {Q: pair()}, **fields)
     with pytest.raises(ConfigError, match=re.escape(text)):
         load_peft_adapter(tmp_path)

@@ -365,7 +365,7 @@ def test_audits_are_counted_if_they_fail(registry):
 
 
 @pytest.mark.parametrize("record", ["{", "[]", '{"Total Context Tokens": 1}'])
-def test_what_is_no_record_is_logged_once(registry, record, caplog):
+def test_an_invalid_record_is_logged_once(registry, record, caplog):
     sink = PrometheusSink(model_name="tiny", registry=registry)
 
     with caplog.at_level(logging.WARNING):
@@ -475,7 +475,7 @@ def test_vllm_dashboards_find_what_they_ask_for(registry):
         assert [*metric.buckets] == sorted({*metric.buckets}), metric.name
 
 
-def test_a_value_on_a_bound_lies_below_it():
+def test_a_value_on_a_bound_counts_as_below_it():
     histogram = Histogram((1, 2))
 
     for value in (1, 1.5, 2, 3):

@@ -78,7 +78,7 @@ def test_a_submitted_request_carries_what_it_was_given(queue):
     assert request.is_streaming
 
 
-def test_defaults_are_for_requests_that_bring_none(checkpoint):
+def test_defaults_are_for_requests_without_values_of_their_own(checkpoint):
     with RequestQueue.for_checkpoint(checkpoint, default_pad_id=0) as queue:
         queue.submit([1], 5)
         queue.submit([1], 5, end_id=-1)

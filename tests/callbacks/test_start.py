@@ -101,7 +101,7 @@ def test_sampled_texts_differ():
 
 
 @pytest.mark.parametrize("prompts", [5, None, b"once"])
-def test_what_is_no_prompt_is_named(prompts):
+def test_an_invalid_prompt_is_named(prompts):
     with pytest.raises(TypeError, match="prompts must be texts or lists of token ids, got "):
         generate(counting(), prompts, 3)
     with pytest.raises(ConfigError, match="optional_params = {'seed': 3}, expected OptionalParams"):
@@ -115,7 +115,7 @@ def test_text_without_a_tokenizer_is_a_config_error(tmp_path):
         generate(str(tmp_path), "once", 3)
 
 
-def test_a_folder_that_is_no_checkpoint_is_a_config_error(tmp_path):
+def test_a_folder_without_a_checkpoint_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError):
         generate(tmp_path, [1], 3)
 
@@ -138,7 +138,7 @@ def test_an_error_names_its_prompt(monkeypatch):
         generate(counting(), [[1], [], [2]], 3)
 
 
-def test_a_model_that_fails_leaves_nobody_waiting():
+def test_a_failed_model_leaves_no_caller_waiting():
     def fail(history):
         raise RuntimeError("boom")
 

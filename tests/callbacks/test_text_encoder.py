@@ -90,7 +90,7 @@ def test_a_long_text_is_refused_only_if_it_cannot_fit():
     assert boundless.encode("prompt", " " * LONG_TEXT, special=True) == []
 
 
-def test_what_the_tokenizer_raises_is_told():
+def test_errors_of_the_tokenizer_are_reported():
     broken = Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))
     with pytest.raises(InvalidRequestError, match="^prompt cannot be encoded: WordLevel error"):
         TextEncoder(broken).encode("prompt", "b", special=True)

@@ -408,7 +408,7 @@ def test_the_archive_stays_small(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_probe_tells_what_cannot_be_imported(tmp_path):
+def test_the_probe_names_what_cannot_be_imported(tmp_path):
     """Without what pytest needs, each test file would fail alone."""
     (tmp_path / "pytest.py").write_text("import no_such_module")
     command = [sys.executable, FOLDER / "probe.py"]

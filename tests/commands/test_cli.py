@@ -607,7 +607,7 @@ def test_steps_that_fail_end_their_requests(run, monkeypatch, tmp_path):
         assert "RuntimeError: boom" in result["error"], result
 
 
-def test_a_file_that_is_no_recording_is_a_wrong_call(call, tmp_path):
+def test_a_file_that_is_not_a_recording_is_a_wrong_call(call, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text("no recording\n")
     for arguments in (

@@ -119,7 +119,7 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"name", "origin", "path", "bytes"} == listed[0].keys()
 
 
-def test_a_name_is_as_good_as_a_path(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_name_is_accepted_like_a_path(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code = cli.main(["convert", "tiny_llama", str(tmp_path / "copy")])
     assert code == 0 and (tmp_path / "copy" / "config.json").is_file()
 

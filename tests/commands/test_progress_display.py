@@ -407,7 +407,7 @@ def test_a_log_of_a_long_run_has_the_counts_now_and_then():
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_quiet_view_tells_failures_only(terminal, is_terminal):
+def test_a_quiet_view_shows_failures_only(terminal, is_terminal):
     shown = terminal(80)
     pipe = io.StringIO()
     region = RedrawnLines(shown.stream if is_terminal else pipe)

@@ -94,7 +94,7 @@ def test_inputs_by_their_names(name, tensor, value):
     assert tensors(line)[tensor] == value
 
 
-def test_what_is_no_tensor_by_its_name():
+def test_keywords_of_a_request_are_fields():
     (line,) = read({"input_ids": [1], "cache_salt": "a", "retention_priority": 80})
     assert (line.request.cache_salt, line.request.retention_priority) == ("a", 80)
 
@@ -219,7 +219,7 @@ def test_messages_for_a_model_without_a_template(tmp_path):
         (b"\xff\xfe{\0", "invalid JSON: not UTF-8"),
     ],
 )
-def test_a_wrong_line_tells_its_number_and_what_is_wrong(text, error):
+def test_an_error_names_the_line_and_what_is_wrong(text, error):
     good, bad, other = read({"prompt": "a"}, text, {"prompt": "b"})
 
     assert good.request is not None and other.request is not None

@@ -76,7 +76,7 @@ main()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "told"), ENDS)
-def test_a_run_tells_how_many_requests_were_done(number, told, tmp_path):
+def test_a_run_says_how_many_requests_were_done(number, told, tmp_path):
     out, path = tmp_path / "out.jsonl", tmp_path / "requests.jsonl"
     short, long = {"prompt": "a", "max_new_tokens": 1}, {"prompt": "b", "max_new_tokens": 400}
     path.write_text("".join(json.dumps(one) + "\n" for one in (short, {**long, "end_id": -1})))

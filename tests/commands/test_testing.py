@@ -119,7 +119,7 @@ def test_a_response_after_the_final():
     assert bench.violation() == "a response to request 1 after its final response"
 
 
-def test_a_response_to_nobody():
+def test_a_response_to_an_unknown_request():
     bench = Bench()
     bench.send(7, partial([6], 0))
     assert bench.violation() == "a response to request 7, which Get has not returned"

@@ -121,7 +121,7 @@ def test_every_thread_waits(run, check):
         run("one_never_waits", check=check)
 
 
-def test_a_prefetch_is_no_access_but_stays_inside(run):
+def test_a_prefetch_is_not_an_access_but_stays_inside(run):
     assert run("right").tolist() == list(range(32))
     with pytest.raises(emulator.EmulatorError, match="access to byte 128 of argument 0.*:41"):
         run("prefetches_behind")

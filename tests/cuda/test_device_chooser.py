@@ -169,7 +169,7 @@ def mixed():
     return [from_tokens(0, prompt(0, 9), 15), *rest]
 
 
-def test_recordings_choose_where_nobody_wants_more(device, watched, monkeypatch):
+def test_cuda_graphs_choose_tokens_of_plain_requests(device, watched, monkeypatch):
     """Others of their steps choose as if nothing had been recorded."""
     ways = []
 

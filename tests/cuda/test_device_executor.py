@@ -256,7 +256,7 @@ def test_virtual_tokens(device):
     check_same(device, requests, run_ahead=1)
 
 
-def test_virtual_tokens_are_no_drafts(device):
+def test_virtual_tokens_are_not_drafts(device):
     table = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
     ban = np.where(np.arange(96) == 4, 0, -np.inf).astype(np.float32)
 

@@ -242,7 +242,7 @@ def test_all_blocks_of_a_plan_run_at_once_and_share_evenly(card):
         assert plan.blocks_of_a_tile == 1 or of_tiles.max() > 1
 
 
-def test_large_products_keep_all_multiprocessors_at_work():
+def test_large_matmuls_keep_all_multiprocessors_at_work():
     """Most of the time, each has a block with rounds to multiply."""
     for rows in (32, 64, 128, 256):
         for width, depth, *silu in (*LLAMA.values(), (14336, 4096, True)):

@@ -246,7 +246,7 @@ def interrupted_at_the_second(name, number, count):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_tells_what_it_has(launcher):
+def test_an_interrupted_run_reports_what_it_has(launcher):
     own = ground(launcher)
     report = bench_kernels(KernelOptions(only=("norms",)), own, on_start=interrupted_at_the_second)
     assert report["interrupted"] and len(report["kernels"]) == 1

@@ -129,7 +129,7 @@ def test_two_tiles_of_queries_from_nine_heads_a_kv_head_on(card, heads, tiles):
     assert card.launched == [(f"generation_attention<bf16, 128, {tiles}>", (49, 8), 128)]
 
 
-def test_items_of_contexts_begin_and_end_where_somebody_sees_something():
+def test_items_of_contexts_cover_only_visible_positions():
     """The longest first: row, first packed query, first and last (excluded) position."""
     num_new, kv_lengths = np.array([40, 0, 3], np.int32), np.array([140, 5, 3], np.int32)
     whole = AttentionShape(8, 2, 128, 1.0)  # 32 tokens of 4 heads are an item
@@ -163,7 +163,7 @@ def test_gate_and_up_are_always_four_tiles(card):
     assert card.launched == [("gemv<bf16, 4, true>", (33,), 512)]
 
 
-def test_all_products_of_tiles_have_the_same_counters(card):
+def test_all_matmuls_of_tiles_have_the_same_counters(card):
     """A recording has their address."""
     own = OwnMatmuls(card)
     for rows in (64, 200):

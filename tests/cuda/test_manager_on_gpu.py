@@ -247,7 +247,7 @@ def test_processors_work_on_the_stream_of_the_model(device):
     assert sorted(seen) == [(i, length, kind) for i in (1, 3) for length in range(10, 16)]
 
 
-def test_a_processor_that_waits_for_its_stream_harms_nobody(device):
+def test_a_processor_that_waits_for_its_stream_harms_no_request(device):
     def waiting(request_id, logits, tokens, stream, client_id):
         with stream:
             logits[..., 0] += 1
@@ -414,7 +414,7 @@ def gpu(device_machine):
 
 
 @pytest.mark.gpu
-def test_statistics_tell_the_memory_of_the_gpu(gpu):
+def test_statistics_have_the_memory_of_the_gpu(gpu):
     served = serve("cuda:0", greedy(2))
     record = served.records[-1]
     assert record["Runtime GPU Memory Usage"] > 2 * 2 * 512 * 64 * 4  # the KV cache alone

@@ -438,7 +438,7 @@ def test_ops_of_more_rows_are_kernels_where_they_are_faster(launcher):
     assert len(launcher.names) == 6, "more are torch's"
 
 
-def test_the_emulator_leaves_products_to_torch(toolchain):
+def test_the_emulator_leaves_matmuls_to_torch(toolchain):
     launcher = CountingLauncher()
     kernels = CudaKernels(launcher)
     kernels.linear(randn(1, 8), randn(8, 8))

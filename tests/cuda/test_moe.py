@@ -47,7 +47,7 @@ def test_choices_are_those_of_the_reference(machine, routing, corrects):
         close(weights, expected, 1e-6)
 
 
-def test_choices_of_logits_that_are_no_numbers_are_different_experts(machine):
+def test_choices_of_nan_logits_are_different_experts(machine):
     """If scores are equal, the first expert is chosen, and no expert is chosen twice."""
     logits = torch.zeros(4, 40)
     logits[1] = torch.nan

@@ -278,7 +278,7 @@ def test_weights_of_nan_end_every_request_at_its_first_token(device):
 
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("device", DEVICES)
-def test_blocks_of_nan_reach_nobody_else(device, reuse):
+def test_blocks_of_nan_reach_no_other_request(device, reuse):
     """One token's embedding is NaN: what is computed of it lies in blocks that others get then."""
     model = broken_checkpoint("model.embed_tokens.weight", 95)
     begin = prompt(5, 32)

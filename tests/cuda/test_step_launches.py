@@ -257,7 +257,7 @@ def test_nothing_is_loaded_early_that_the_launch_before_writes(toolchain, has_ma
     assert early == {"rope_and_write", "generation_attention", "context_attention"}
 
 
-def test_a_step_with_products_as_kernels(toolchain):
+def test_a_step_with_matmuls_as_kernels(toolchain):
     """Four products and four kernels a layer: the activation is a part of its product."""
     one, two = recorded_step(1, has_matmuls=True), recorded_step(2, has_matmuls=True)
     layer = {"norm": 2, "gemv": 4, "rope_and_write": 1, "generation_attention": 1}

@@ -52,7 +52,7 @@ def test_the_session_ends(tmp_path, sticks):
     assert counts in done.stdout, done.stdout
 
 
-def test_a_device_that_nobody_has_used():
+def test_an_unused_device():
     def synchronize():
         raise AssertionError("that would make a context")
 

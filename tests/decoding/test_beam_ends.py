@@ -203,7 +203,7 @@ def test_six_ends_are_those_of_transformers(llama, early_stopping):
     assert num_ended
 
 
-def test_a_thousand_stop_words_bring_as_many_candidates_as_they_have_last_tokens():
+def test_a_thousand_stop_words_add_as_many_candidates_as_they_have_last_tokens():
     words = [[first, last] for first in range(100) for last in range(10)]
     search = BeamSearch(
         BeamParams(4), EndRule(5, frozenset({3}), stop_words=StopWords([*words, []]))

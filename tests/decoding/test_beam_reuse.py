@@ -183,7 +183,7 @@ def test_beams_wait_for_a_prompt_that_another_computes():
     assert scheduler.schedule_request(requests) == (requests, [])
 
 
-def test_who_takes_no_part_in_reuse_neither_waits_nor_lets_wait():
+def test_a_request_without_reuse_neither_waits_nor_is_waited_for():
     kv = caching(num_blocks=40, max_attention_window=40)
     scheduler = GuaranteedNoEvictScheduler(8, kv)
     requests = [LlmRequest(i, tokens(35), 6) for i in range(3)]

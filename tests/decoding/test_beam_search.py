@@ -114,7 +114,7 @@ def distribution(*probabilities):
     return torch.log(torch.tensor(probabilities))
 
 
-def test_the_end_is_no_output_and_counts_in_the_score():
+def test_the_end_counts_in_the_score_but_is_not_output():
     beam_search = BeamSearch(BeamParams(2), EndRule(3, frozenset({0})))
     assert not beam_search.advance(candidates_of(distribution([0.5, 0.3, 0.2]), beam_search))
     assert beam_search.parents == [0, 0] and beam_search.tokens == [1, 2]

@@ -103,7 +103,7 @@ def test_a_panic_harms_its_own_row(guided, tokenizer):
     assert text(tokenizer, host, 2) == "red"
 
 
-def test_a_token_that_does_not_fit_is_told(byte_guided):
+def test_a_token_that_does_not_fit_is_reported(byte_guided):
     with pytest.raises(Exception, match=r"guided decoding: token \d+ at index 1 of the out"):
         allowed(byte_guided.regex("ab"), [7, 8, *encoded("ax")])
 
@@ -206,7 +206,7 @@ def test_neither_pauses_nor_neighbors_show(guided, tokenizer, run_ahead):
         jsonschema.validate(json.loads(text(tokenizer, host, i)), SCHEMA)
 
 
-def test_what_other_inputs_forbid_is_told(byte_guided, tmp_path):
+def test_a_conflict_of_a_grammar_with_other_inputs_is_reported(byte_guided, tmp_path):
     """min_length forbids the end where the grammar permits nothing else."""
     source = save_text_checkpoint(tmp_path / "model")
     more = {"end_id": END_ID, "min_length": 50}
@@ -254,7 +254,7 @@ def test_a_grammar_that_is_wrong_ends_its_request_with_its_fault(
     assert not host.final(2).error
 
 
-def test_large_grammars_are_kept_only_so_long_as_there_is_room(monkeypatch):
+def test_large_grammars_are_kept_only_while_there_is_room(monkeypatch):
     monkeypatch.setattr("gptmanager.decoding.guided.guided.MAX_KEPT_BYTES", 500)
     guided = GuidedDecoding(byte_tokenizer(), [END_ID])
     for number in range(9):

@@ -25,7 +25,7 @@ def test_what_completes_a_word_may_not_come(byte_guided):
     assert allowed(byte_guided.regex("b|c").without(some.bans), after_a) == ids("c")
 
 
-def test_where_nothing_is_left_both_causes_are_told(byte_guided):
+def test_an_error_names_both_causes_if_no_token_is_left(byte_guided):
     bans = BannedTexts(byte_tokenizer()).bind(["ed"])
     red = byte_guided.choice(["red"]).without(bans)
     history = encoded("aare")

@@ -139,7 +139,7 @@ def test_true_and_an_empty_schema_are_any_json(guided, tokenizer, schema):
         ({"properties": {"enum": {"minimum": 3}}}, {"properties": {"enum": {"minimum": 3}}}),
     ],
 )  # fmt: skip
-def test_bounds_that_are_no_doubles_are_narrowed(bounds, read):
+def test_bounds_that_are_not_doubles_are_narrowed(bounds, read):
     schema = {"items": [bounds]}
     assert json.loads(SchemaReader(lenient=False).read(json.dumps(schema))) == {"items": [read]}
 
@@ -294,7 +294,7 @@ def test_a_grammar_without_an_answer_is_tried_again(tokenizer, monkeypatch, faul
     assert len(tried) == 2
 
 
-def test_an_interpreter_that_ends_at_once_is_told(tokenizer, monkeypatch):
+def test_an_interpreter_that_ends_at_once_is_reported(tokenizer, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(NotStartedError, match="no process can be started: it ended with status 1"):
         GrammarTrials(tokenizer.to_str(), [0], 1.0).run(GrammarSource("regex", "a"))
@@ -303,7 +303,7 @@ def test_an_interpreter_that_ends_at_once_is_told(tokenizer, monkeypatch):
 # Compilations that nobody wants ------------------------------------------------------------------
 
 
-def test_a_grammar_that_nobody_refers_to_is_not_compiled(tokenizer, monkeypatch):
+def test_a_grammar_that_no_request_uses_is_not_compiled(tokenizer, monkeypatch):
     tried, go_on = [], threading.Event()
 
     def run(self, source, is_wanted):
@@ -378,7 +378,7 @@ def test_a_mask_of_a_parser_that_has_failed_is_an_error(guided):
         session._compute(masks, 0, frozenset(), _Progress(Failed(), 3))
 
 
-def test_what_goes_wrong_later_is_no_end_of_the_text(guided, tokenizer):
+def test_a_dead_end_of_a_grammar_is_an_error_not_the_end_of_the_text(guided, tokenizer):
     """The parser then permits the end of a text that is none of the grammar's."""
     dead_end = guided.lark('start: "b" "b" x | "b" "b" "b" x\nx: "a" x')
     host = guided_requests.serve([asked(tokenizer, 1, dead_end, 30)])

@@ -483,7 +483,7 @@ def test_answers_of_another_number_end_them_all():
     assert host.final(0).error.endswith("returned 1 values for 2 requests")
 
 
-def test_a_batched_option_that_nobody_could_call_is_refused():
+def test_a_batched_option_that_is_not_callable_is_refused():
     with pytest.raises(ConfigError, match="logits_post_processor_batched is of type int"):
         serve([], logits_post_processor_batched=3)
 

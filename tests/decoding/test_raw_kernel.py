@@ -371,7 +371,7 @@ def test_a_number_that_its_field_cannot_hold():
         ([("a", np.int32), ("b", np.float64)], "create it with align=True"),
     ],
 )
-def test_a_dtype_that_is_no_struct_is_refused(dtype, text):
+def test_a_dtype_that_is_not_a_struct_is_refused(dtype, text):
     with pytest.raises(ConfigError, match=text):
         RawKernelLogitsPostProcessor(SOURCE, "raise_one", dtype)
 
@@ -482,7 +482,7 @@ def test_arguments_of_another_type():
         RawKernelLogitsPostProcessor("", "favor", {"token": "i4"})
 
 
-def test_a_watermark_is_found_by_whoever_knows_the_key():
+def test_a_watermark_is_found_with_its_key():
     watermark = Watermark(key=12345, delta=4.0)
     flat = {"temperature": 1e5, "random_seed": 3}  # any token is as likely as the other
 

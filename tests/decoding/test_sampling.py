@@ -414,7 +414,7 @@ def test_an_odd_logit_of_a_banned_token_does_not_count() -> None:
     assert tokens.tolist() == [1]
 
 
-def test_what_is_searched_tells_odd_rows() -> None:
+def test_log_probs_of_odd_rows_are_nan() -> None:
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([[0.0, nan, 1.0], [0.0, -inf, inf], [-inf] * 3, [0.0, -inf, 1.0]])
     slots = np.zeros(4, dtype=np.int64)

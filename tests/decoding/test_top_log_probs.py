@@ -225,7 +225,7 @@ def test_few_logits_are_held_at_a_time(source, most, monkeypatch):
             torch.testing.assert_close(host.final(number).tensors[name], wanted)
 
 
-def test_nothing_is_asked_of_a_step_where_nobody_asks(source, monkeypatch):
+def test_a_step_without_top_log_probs_computes_none(source, monkeypatch):
     for owner, name in (
         (prompt_scores.PromptScorer, "score"),
         (torch_executor.TorchExecutor, "_context_logits"),
@@ -309,7 +309,7 @@ def test_what_is_refused(source, options, text):
     assert not host.final(1).error
 
 
-def test_what_is_cut_short_brings_what_there_is(source):
+def test_a_request_cut_short_returns_the_outputs_so_far(source):
     asked = [request(i, [1, 2, 3], 9, queue_timeout_s=[None, 0.0][i], **ASKED) for i in (0, 1)]
     tensors = serve(source, asked, max_batch_size=1, max_active_requests=2).final(1).tensors
     shapes = [tuple(tensors[name].shape) for name in (*TOP, *PROMPT)]

@@ -116,7 +116,7 @@ def test_wheel_holds_the_library_and_nothing_else(wheel):
     assert {name for name in names if ".dist-info/" not in name} == library_files().keys()
 
 
-def test_wheel_tells_its_command_version_and_licence(wheel):
+def test_a_wheel_has_its_command_version_and_licence(wheel):
     with zipfile.ZipFile(wheel) as archive:
         texts = {Path(name).name: archive.read(name).decode() for name in archive.namelist()}
 
@@ -331,7 +331,7 @@ def test_the_command_for_an_extra_installs_what_it_lists(monkeypatch, extra):
     assert shlex.split(install_command(extra)) == ["pip", "install", *wanted]
 
 
-def test_in_a_checkout_that_nobody_has_installed_the_command_names_the_checkout(monkeypatch):
+def test_in_an_uninstalled_checkout_the_command_names_the_checkout(monkeypatch):
     def refuse(name):
         raise importlib.metadata.PackageNotFoundError(name)
 

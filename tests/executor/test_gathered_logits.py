@@ -52,7 +52,7 @@ def loaded(*configs):
     ],
     ids=["nothing", "logits", "scores", "generated", "chosen", "top", "best"],
 )
-def test_flags_tell_whether_any_sequence_asks(config, flags):
+def test_flags_show_whether_any_sequence_asks(config, flags):
     made, slots = GatheredLogits(2), np.array([0, 1])
 
     def found():
@@ -99,7 +99,7 @@ def test_parts_of_contexts_end_with_the_prompt():
         (5, [[5], [5, 10, 1], [5], [4]]),
     ],
 )
-def test_batches_have_at_most_so_many_tokens_to_score(most, sizes):
+def test_batches_have_a_limited_number_of_tokens_to_score(most, sizes):
     made = loaded(SCORES, NO_EXTRAS, SCORES)
     rows = [row(slot, num_drafts=2) for slot in range(3)]
     batches = [*made.batches(rows, most)]

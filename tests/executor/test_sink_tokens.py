@@ -60,7 +60,7 @@ def test_whatever_a_query_sees_is_still_there(window: AttentionWindow, cuts: lis
 
 
 @given(window=WINDOWS, length=st.integers(1, 300))
-def test_a_sequence_that_fits_lies_there_block_by_block_and_runs_in_one_piece(
+def test_a_sequence_that_fits_is_stored_block_by_block_and_runs_in_one_piece(
     window: AttentionWindow, length: int
 ) -> None:
     assert [window.index(i) for i in range(window.num_blocks)] == [*range(window.num_blocks)]

@@ -118,7 +118,7 @@ def test_integer_prompts_of_any_layout_are_taken(host, ids):
     assert host.output(1) == [5, 9, *expected_output([5, 9], 3)]
 
 
-def test_tensors_that_cannot_be_read_are_refused_and_harm_nobody(host):
+def test_tensors_that_cannot_be_read_are_refused_and_harm_no_other_request(host):
     unreadable = [
         torch.empty(2, device="meta", dtype=torch.int32),
         torch.tensor([1, 2]).to_sparse(),
@@ -673,7 +673,7 @@ class Idler(RequestScheduler):
         return SchedulerOutput([], [], [])
 
 
-def test_a_scheduler_that_lets_nobody_run_neither_spins_nor_holds_up_a_shutdown(host):
+def test_a_scheduler_that_lets_no_request_run_neither_spins_nor_delays_a_shutdown(host):
     config = SchedulerConfig(create_scheduler=lambda **arguments: Idler())
     manager = start(host, config=config)
     host.submit(request(1, [1], 5), request(2, [1], 5, deadline_s=0.1))
@@ -767,7 +767,7 @@ def test_a_host_that_hogs_the_interpreter_lock_slows_but_does_not_stop(host):
     assert [host.output(i) for i in range(4)] == [expected_output([i], 10) for i in range(4)]
 
 
-def test_a_ctrl_c_in_the_constructor_leaves_no_thread_and_asks_nobody(host, monkeypatch):
+def test_a_ctrl_c_in_the_constructor_leaves_no_thread_and_calls_no_callback(host, monkeypatch):
     assemble = manager_module.assemble
 
     ask_to_end, is_asked = Inbox.ask_to_end, threading.Event()

@@ -399,7 +399,7 @@ def test_what_a_failed_sync_may_have_lost_is_written_again(tmp_path, monkeypatch
     assert not JournalFolder(tmp_path / "journal").read().entries
 
 
-def test_a_sync_thread_forces_what_was_noted_and_tells_of_errors(tmp_path, monkeypatch):
+def test_a_sync_thread_forces_what_was_noted_and_reports_errors(tmp_path, monkeypatch):
     called = threading.Event()
 
     def fail(file):
@@ -499,7 +499,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     os.waitpid(child, 0)
 
 
-def test_who_locks_a_journal_is_named_and_a_file_system_without_locks_is_not_blamed_on_others(
+def test_the_owner_of_a_locked_journal_is_named_and_missing_locks_are_not_blamed_on_others(
     tmp_path, monkeypatch
 ):
     folder = segments.JournalFolder(tmp_path)

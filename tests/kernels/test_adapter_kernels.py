@@ -198,7 +198,7 @@ def test_a_step_that_needs_nothing_is_none() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_gated_product_with_adapters(dtype: torch.dtype) -> None:
+def test_a_gated_matmul_with_adapters(dtype: torch.dtype) -> None:
     """Tokens without one have the bits of the product alone; the others those in any company."""
     width = 64
     layout = (AdapterModule(1, 0, width, 32), AdapterModule(3, width, width, 32))

@@ -274,7 +274,7 @@ def test_without_a_folder_this_process_compiles_alone(monkeypatch, caplog, compi
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
-def test_the_bodies_of_products_are_those_that_are_used(monkeypatch, dtype, deterministic):
+def test_the_bodies_of_matmuls_are_those_that_are_used(monkeypatch, dtype, deterministic):
     used = []
     monkeypatch.setattr(matmul_plan, "compiled", lambda body: used.append(body) or 1)
     quantized = dtype == "int8"

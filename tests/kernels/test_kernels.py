@@ -330,7 +330,9 @@ def test_activations(kernels: Kernels, tokens: int, width: int) -> None:
 @both_kernels
 @pytest.mark.parametrize("width", [1, 16, WIDTH])
 @pytest.mark.parametrize("tokens", [0, 1, 65])
-def test_gates_and_sums_of_rows_that_lie_apart(kernels: Kernels, tokens: int, width: int) -> None:
+def test_gates_and_sums_of_rows_with_gaps_between_them(
+    kernels: Kernels, tokens: int, width: int
+) -> None:
     both = randn(tokens, 2 * width + 1) * 4
     x, gates, gate = both[:, :width], both[:, width:-1], both[:, -1:]
     close(kernels.gated(x, gates), x.double() * gates.double().sigmoid())
@@ -560,7 +562,7 @@ def test_the_team_is_as_large_as_torch_says() -> None:
     assert Team().max_size == 2
 
 
-def test_what_attention_is_not_told() -> None:
+def test_attention_shapes_have_defaults() -> None:
     assert AttentionShape(4, 2, 8, 0.5) == AttentionShape(4, 2, 8, 0.5, None, 0, 0.0, False)
 
 

@@ -94,7 +94,7 @@ def test_products_are_right_at_every_edge(products: CpuKernels, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_gate_and_up_are_one_product(products: CpuKernels, dtype: torch.dtype) -> None:
+def test_gate_and_up_are_one_matmul(products: CpuKernels, dtype: torch.dtype) -> None:
     for outs, num_rows in itertools.product((32, 64, 96, 160), (1, 6, 33, 193)):
         weight, bias = randn(outs, 48).to(dtype), randn(outs, seed=1).to(dtype)
         x = randn(num_rows, 48, seed=2).to(dtype)
@@ -264,7 +264,7 @@ def test_rows_of_whole_numbers_are_rows_as_others_are(products: CpuKernels) -> N
     assert torch.equal(found, products.linear(x.float(), matrix))
 
 
-def test_a_matrix_without_rows_has_an_empty_product(products: CpuKernels) -> None:
+def test_a_matrix_without_rows_has_an_empty_result(products: CpuKernels) -> None:
     for num_rows in (0, 1, 7):
         for quantized in (False, True):
             matrix = packed(randn(0, 64), quantized)
@@ -297,7 +297,7 @@ def restored_threads() -> Iterator[None]:
 @pytest.mark.parametrize("quantized", [False, True], ids=["bfloat16", "int8"])
 @pytest.mark.parametrize("num_rows", [1, 4, 6, 7, 200])
 @pytest.mark.usefixtures("restored_threads")
-def test_threads_share_a_product(products: CpuKernels, num_rows: int, quantized: bool) -> None:
+def test_threads_share_a_matmul(products: CpuKernels, num_rows: int, quantized: bool) -> None:
     """In parts of several groups where rows are few, of which the last one has less."""
     matrix = packed(randn(1952, 200).bfloat16(), quantized)
     held = held_by(matrix) if quantized else matrix.unpacked().double()
@@ -437,7 +437,7 @@ def test_pairs_are_fast_on_processors_of_amd(
         (False, False, "no matrix unit"),
     ],
 )
-def test_the_log_tells_what_multiplies(
+def test_the_log_says_what_multiplies(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unit: bool, pairs: bool,
     told: str,
 ) -> None:  # fmt: skip

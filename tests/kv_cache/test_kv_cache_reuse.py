@@ -252,7 +252,7 @@ def test_equal_contexts_that_run_together_keep_their_own_blocks():
 # Partial blocks ---------------------------------------------------------------------------------
 
 
-def test_a_partial_block_that_nobody_holds_is_taken_over():
+def test_a_partial_block_that_no_request_holds_is_taken_over():
     kv = caching()
     left_behind(kv, tokens(28))  # blocks 0, 1 full, 8 tokens in 2
     request = LlmRequest(2, [*tokens(25), 77, 78, 79], 10)

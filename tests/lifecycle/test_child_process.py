@@ -73,7 +73,7 @@ def test_a_killed_process_is_reported_and_started_anew(child):
     assert child.ask(question("c"), 30) == "c"
 
 
-def test_an_answer_that_nobody_wants_is_not_waited_for(child):
+def test_an_unwanted_answer_is_not_waited_for(child):
     os.kill(child._process.pid, signal.SIGSTOP)
     with pytest.raises(NoAnswerError, match="not wanted"):
         child.ask(question("a"), 600, lambda: False)

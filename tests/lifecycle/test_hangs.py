@@ -372,7 +372,7 @@ def test_finals_wait_for_a_send_that_hangs_but_nothing_else_does(gate, caplog):
     assert "SendResponse itself hangs" in caplog.text
 
 
-def test_a_send_that_hangs_while_a_failed_loop_answers_holds_up_nobody(gate):
+def test_a_send_that_hangs_while_a_failed_loop_answers_delays_no_caller(gate):
     def explode(history):
         gate.is_armed = True
         raise FloatingPointError("the network is broken")
@@ -436,7 +436,7 @@ def test_a_scheduler_that_hangs_is_named(gate, caplog):
     each_has_one_final(host, {1})
 
 
-def test_whoever_asks_a_loop_that_is_given_up_is_refused(gate):
+def test_questions_to_an_abandoned_loop_are_refused(gate):
     host = Host(gate, "PollStopSignal")
     manager = start(host, **BUDGET)
     gate.is_armed = True

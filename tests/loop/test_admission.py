@@ -168,7 +168,7 @@ def test_words_of_several_lengths_need_word_list():
         admit(wrong, LIMITS, 0.0)
 
 
-def test_a_logits_post_processor_that_nobody_could_call_is_refused():
+def test_a_logits_post_processor_that_is_not_callable_is_refused():
     with pytest.raises(
         InvalidRequestError, match="logits_post_processor is of type str, expected a call"
     ):

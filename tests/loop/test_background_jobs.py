@@ -158,7 +158,7 @@ def step_until(jobs: BackgroundJobs, ended: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("by_loop", [True, False])
-def test_who_does_the_pieces_while_steps_run(monkeypatch, by_loop) -> None:
+def test_the_loop_or_a_thread_runs_the_pieces_while_steps_run(monkeypatch, by_loop) -> None:
     jobs, ended = with_jobs(monkeypatch), threading.Event()
     threads: set[str] = set()
     monkeypatch.setattr(background_jobs, "_MOST_BUSY_S", 60)
@@ -236,7 +236,7 @@ def test_a_job_begins_at_once_where_the_loop_has_no_step(monkeypatch, is_crowded
         assert workers.submit(jobs.finish, pieces()).result(30) == "worker_0", "still no step"
 
 
-def test_an_idle_gap_is_no_busy_step(monkeypatch, clock) -> None:
+def test_an_idle_gap_is_not_a_busy_step(monkeypatch, clock) -> None:
     jobs = with_jobs(monkeypatch)
     clock.work(10)
     jobs.end_step()

@@ -50,7 +50,7 @@ def test_requests_of_mixed_lengths_generate_what_each_generates_alone(mode):
         assert reason(driver.final(i)) is FinishReason.LENGTH
 
 
-def test_one_forward_an_iteration_and_contexts_stand_before_generation():
+def test_one_forward_an_iteration_and_contexts_precede_generation():
     driver = LoopDriver()
     driver.submit(request(1, [1, 2, 3], 4))
     driver.loop.iterate()
@@ -79,7 +79,7 @@ def test_chunked_contexts_yield_one_token_at_their_last_chunk(mode):
 
 
 @each_mode
-def test_end_id_is_no_output_and_ends_the_request(mode):
+def test_end_id_ends_the_request_and_is_not_output(mode):
     tokens = expected_output([5, 6], 8)
     driver = LoopDriver(**mode)
     driver.submit(
@@ -570,7 +570,7 @@ def test_a_scheduler_may_do_with_its_list_what_it_likes():
 
 
 @pytest.mark.parametrize("answer", [None, (), ([], []), 7, ([1], [], []), ([None], [], [])])
-def test_what_is_no_schedule_is_a_scheduler_error(answer):
+def test_an_invalid_schedule_is_a_scheduler_error(answer):
     driver = LoopDriver(scheduler=lambda s: Misbehaving(s, lambda output: answer))
     driver.submit(request(1, [1], 3))
     with pytest.raises(SchedulerError, match="Misbehaving"):

@@ -257,7 +257,7 @@ def test_the_gather_flags_ask_for_everybody(source):
     assert tensors["generation_logits"].shape == (1, 1, 3, VOCAB)
 
 
-def test_what_is_cut_short_brings_what_there_is():
+def test_a_request_cut_short_returns_the_outputs_so_far():
     """Cancelled before it runs, and in the middle."""
     model = ScriptedModel(lambda history: 1, vocab_size=7, max_position_embeddings=4096)
     waiting = InferenceRequest.from_tokens(1, [1, 2], 3, queue_timeout_s=0.0, **ALL)

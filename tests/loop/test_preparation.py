@@ -55,7 +55,7 @@ def driver_with(*requests, **options):
     return driver
 
 
-def test_it_waits_in_a_state_of_its_own_and_nobody_else_does():
+def test_only_the_unprepared_request_waits_in_a_state_of_its_own():
     driver = driver_with(request(1, logits_post_processor=Slow()), request(2))
     for _ in range(4):
         driver.loop.iterate()

@@ -146,7 +146,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", NO_REQUESTS)
-def test_what_is_no_request_is_counted_and_named_and_harms_nobody(host, name, caplog):
+def test_other_values_than_requests_are_counted_and_named_and_harm_no_request(host, name, caplog):
     item = NO_REQUESTS[name]()
     with start(host, lambda history: 7) as manager:
         host.submit(request(1, [1], 3), item, request(3, [1], 3))
@@ -160,7 +160,7 @@ def test_what_is_no_request_is_counted_and_named_and_harms_nobody(host, name, ca
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_request_that_cannot_be_read_has_its_final_and_harms_nobody(host, name):
+def test_a_request_that_cannot_be_read_has_its_final_and_harms_no_other(host, name):
     with start(host, lambda history: 7) as manager:
         host.submit(request(1, [1], 3), REFUSED[name](), request(3, [1], 3))
         finals = [host.final(request_id).error for request_id in (1, 2, 3)]
@@ -258,7 +258,7 @@ def test_a_processor_that_cannot_be_prepared_ends_its_request_alone(host, name):
     assert sorted(r.request_id for r in host.responses if r.is_final) == [1, 2, 3]
 
 
-def test_a_future_whose_done_raises_only_is_not_ready_at_once(host):
+def test_a_future_whose_done_raises_is_waited_for(host):
     processor = processor_class(prepare=lambda self, device: RaisingFuture("done"))
     with start(host, lambda history: 7):
         host.submit(request(2, [1], 3, logits_post_processor=processor))

@@ -524,7 +524,7 @@ def test_every_rule_is_broken_by_a_planted_mistake():
 # The report -------------------------------------------------------------------------------------
 
 
-def test_a_violation_tells_the_smallest_scenario_that_shows_it():
+def test_a_violation_has_the_smallest_scenario_that_shows_it():
     report = check_scheduler(Favours, num_scenarios=40)
     (violation,) = report.violations
     assert violation.rule == "progress" and violation.request_id % 2

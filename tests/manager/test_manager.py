@@ -487,7 +487,7 @@ def test_a_get_that_keeps_failing_fails_the_manager_by_the_documented_rule(host,
         ([3], "returned an item of type int, expected InferenceRequest"),
     ],
 )
-def test_the_end_that_get_brings_about_names_what_it_returned(host, answer, text):
+def test_an_end_caused_by_get_names_what_get_returned(host, answer, text):
     with suppress(ManagerDeadError):
         with start(
             host, get_inference_requests_cb=lambda room: answer, options=params(max_get_failures=2)
@@ -706,7 +706,7 @@ def test_lengths_that_the_pool_cannot_hold_are_clamped_with_a_warning(host, capl
     assert "number of blocks in the KV cache primary pool: 10" in caplog.text
 
 
-def test_health_tells_alive_progressing_and_accepting(host):
+def test_health_reports_alive_progressing_and_accepting(host):
     manager = start(host)
     host.submit(request(1, [1], 3))
     host.final(1)

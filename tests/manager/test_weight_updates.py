@@ -109,7 +109,7 @@ def versions(response):
     return response.tensors["request_metrics"].tolist()[-2:]
 
 
-def test_statistics_and_finals_tell_the_version_of_the_weights(served, checkpoint):
+def test_statistics_and_finals_have_the_version_of_the_weights(served, checkpoint):
     host, manager = served
     assert REQUEST_METRICS[-2:] == ("first_weights_version", "weights_version")
     before = manager.weights_version

@@ -171,7 +171,7 @@ def test_values_that_cannot_be_written_out_and_long_ones_are_refused_in_short(na
 
 
 @pytest.mark.parametrize("name", ["enableChunkedContext", "max_batchsize"])
-def test_a_name_that_is_no_field_raises_where_it_is_set(name):
+def test_an_unknown_field_raises_where_it_is_set(name):
     with pytest.raises(AttributeError):
         setattr(OptionalParams(), name, 3)
 

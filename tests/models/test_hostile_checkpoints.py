@@ -313,7 +313,7 @@ FILES = ["config.json", "generation_config.json", "tokenizer.json", SINGLE, INDE
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(("make", "text"), KINDS)
-def test_what_is_no_file_is_refused_before_it_is_opened(
+def test_a_path_that_is_not_a_file_is_refused_before_it_is_opened(
     folder: Path, make: Callable[[Path], None], text: str, name: str
 ) -> None:
     (folder / SINGLE if name == INDEX else folder / name).unlink(missing_ok=True)

@@ -111,7 +111,7 @@ def test_a_family_that_mlx_stores_in_another_way_is_refused(tmp_path: Path) -> N
         load_model(packed, kernels=Kernels())
 
 
-def test_a_tensor_that_is_no_matrix_is_named_as_what_it_is(tmp_path: Path) -> None:
+def test_a_tensor_that_is_not_a_matrix_is_named_as_what_it_is(tmp_path: Path) -> None:
     packed, _ = quantized_folders("llama", tmp_path)
     config = json.loads((packed / "config.json").read_text())
     tensors = load_file(packed / "model.safetensors")

@@ -402,7 +402,7 @@ def test_a_manager_refuses_8_bits_by_name(options: dict[str, Any], message: str)
         )
 
 
-def test_weights_tell_their_names() -> None:
+def test_weights_have_their_names() -> None:
     weights = load_model(checkpoint(reference("llama"))).weights
     assert {"embedding.weight", "layers.1.down.weight", "lm_head.weight"} <= set(weights)
     assert sum(weights[name].nbytes for name in weights) == weights.nbytes
@@ -439,7 +439,7 @@ class CountingKernels(Kernels):
         return super().linear(x, weight, bias)
 
 
-def test_only_sampling_tokens_reach_the_last_products() -> None:
+def test_only_sampling_tokens_reach_the_last_matmuls() -> None:
     kernels = CountingKernels()
     model = load_model(checkpoint(reference("llama")), kernels=kernels)
     driver = PagedDriver(model, 3)
@@ -658,7 +658,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(
         load_model((config | change, state_dict), kernels=Kernels())
 
 
-def test_sources_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
+def test_sources_that_are_not_a_checkpoint_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model_path = 'meta/llama': must be a checkpoint folder"):
         load_model("meta/llama", kernels=Kernels())
     with pytest.raises(ConfigError, match="must be a checkpoint folder with a config.json"):

@@ -95,7 +95,7 @@ def test_a_client_id_out_of_range_is_named(value):
 @pytest.mark.parametrize("odd", [4.9, 4.0, True, np.bool_(True), "42", "x", None, 1j, b"4"])
 @pytest.mark.parametrize("from_tokens", [False, True])
 @pytest.mark.parametrize("name", LISTS)
-def test_what_is_no_integer_is_never_made_one(name, from_tokens, odd):
+def test_other_values_are_never_converted_to_integers(name, from_tokens, odd):
     for ids in ([odd], [5, odd], (5, odd), [[5, odd]]):
         text = refusal(from_tokens, **{name: ids})
         assert text.startswith(name) and ("is not an integer" in text or "has dtype" in text)
@@ -120,7 +120,7 @@ def test_mixed_lists_say_which_element_it_is():
     "odd", [4.9, 4.0, True, np.bool_(True), "42", None, np.float32(4), [4], b"4"]
 )
 @pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
-def test_what_is_no_integer_in_a_word_is_named(name, odd):
+def test_an_invalid_token_in_a_word_is_named(name, odd):
     for words in ([[odd]], [[5], [6, odd]], [[odd], [1]], ([5, odd],)):
         text = refusal(True, **{name: words})
         assert name in text and "Traceback" not in text
@@ -131,7 +131,7 @@ def test_what_is_no_integer_in_a_word_is_named(name, odd):
 
 
 @pytest.mark.parametrize("words", ["42", ["42"], [b"42"], [5, 6], 5, [None], [[5], None]])
-def test_words_that_are_no_lists_are_refused_by_name(words):
+def test_words_that_are_not_lists_are_refused_by_name(words):
     assert "stop_words_list" in refusal(True, stop_words_list=words)
     with pytest.raises(TypeError):
         word_list(words)

@@ -225,7 +225,7 @@ def test_what_becomes_of_mistakes(project):
         ("    from llvmlite import ir\nE   RuntimeError: no LLVM IR parsing error", KILLED),
     ],
 )
-def test_what_is_no_code_is_not_dead(said, expected):
+def test_text_that_is_not_code_is_not_dead(said, expected):
     assert verdict(1, said) == expected
 
 

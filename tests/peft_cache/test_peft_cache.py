@@ -77,7 +77,7 @@ def test_sizes_in_bytes_are_limits_and_module_layers_override_them():
     assert cache_sizes(config, WIDTHS, 24, 2, 0).num_device_pages == 1
 
 
-def test_rows_lie_whole_in_pages_and_aligned():
+def test_rows_are_whole_in_pages_and_aligned():
     packing = pack([AdapterRow(0, 1, 1, size) for size in (20, 50, 30, 9)], 64)
     assert packing.places == ((1, 32), (0, 0), (1, 0), (2, 0))
     assert packing.lengths == (56, 56, 16)

@@ -123,7 +123,7 @@ def test_ranks_may_start_a_minute_apart(monkeypatch, timeout_s):
     assert stores == [max(60.0, timeout_s)]
 
 
-def test_a_rank_without_others_reports_its_failed_start_to_nobody(caplog):
+def test_a_single_rank_sends_no_report_of_its_failed_start(caplog):
     world = SimpleNamespace(layout=SimpleNamespace(size=1, rank=0))
     assembly_ranks.report_failed_start(lambda: world, RankError("no checkpoint"))
     assert not caplog.records

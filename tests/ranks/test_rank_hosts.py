@@ -178,7 +178,7 @@ def test_a_rank_that_is_rung_in_the_middle_of_an_iteration_hears_it(monkeypatch)
         assert found == [True]
 
 
-def test_resting_longer_than_the_timeout_is_no_failure_and_costs_nothing(monkeypatch):
+def test_resting_longer_than_the_timeout_is_not_a_failure_and_costs_nothing(monkeypatch):
     with serving(monkeypatch, 2, parallel={"timeout_s": 1}) as it:
         serve(it)
         before, began = time.process_time(), time.monotonic()
@@ -278,7 +278,7 @@ def test_a_rank_that_decides_otherwise_is_named_with_the_first_difference(monkey
 # Own means -------------------------------------------------------------------------------------
 
 
-def test_hosts_that_bring_the_requests_themselves(monkeypatch):
+def test_hosts_of_all_ranks_may_provide_the_requests(monkeypatch):
     given = [(i, [1, 2, 3 + i], 6) for i in range(6)]
     hosts = new_hosts(given, given)
     with serving(monkeypatch, 2, own_means=True, hosts=hosts) as it:
@@ -570,7 +570,7 @@ def test_what_a_rank_alone_has_may_differ(monkeypatch, tmp_path):
         ({"parallel_config": ParallelConfig(2)}, "ParallelConfig.tensor_parallel_size = 2 x "),
     ],
 )
-def test_a_rank_that_may_not_start_tells_the_others_why(monkeypatch, own, text, broken):
+def test_a_rank_that_may_not_start_sends_the_others_its_reason(monkeypatch, own, text, broken):
     """It never comes to what ranks compare."""
     found = start_all(monkeypatch, 3, new_hosts((), (), ()), by_rank={broken: own})
     blamed = found.pop(broken)

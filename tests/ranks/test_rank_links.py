@@ -153,7 +153,7 @@ def test_a_ring_ends_a_wait_that_may_be_woken_and_not_the_others(pair):
     assert frames.poll() is None
 
 
-def test_a_bell_that_nobody_hears_or_that_is_closed_does_no_harm():
+def test_a_bell_without_a_listener_or_closed_is_harmless():
     bell = Wakener()
     for _ in range(100_000):
         bell.ring()
@@ -202,7 +202,7 @@ class Seen:
         return self._store.get(key)
 
 
-def test_strangers_hold_nobody_up_and_are_sent_away():
+def test_strangers_delay_no_rank_and_are_sent_away():
     store = Seen()
     with ThreadPoolExecutor(3) as threads:
         options = {"timeout_s": 20.0, "boot_s": 10.0}
@@ -305,7 +305,7 @@ def test_a_number_that_two_have_is_an_error():
     assert str(first) == "rank 1 has connected twice: two processes have its number"
 
 
-def test_where_nobody_listens_is_said():
+def test_an_unreachable_address_is_named():
     store = HashStore()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -370,7 +370,7 @@ def test_a_rank_that_dies_is_named_on_all_wherever_they_wait(size):
     assert str(found[0]).startswith(f"rank {size - 1} has died")
 
 
-def test_a_rank_that_stood_still_itself_blames_nobody_for_that_time():
+def test_a_suspended_rank_blames_no_other_for_that_time():
     """As all ranks do on a machine that was suspended."""
     bell = Wakener()
     watch = Watch(0, 1.0, bell, lambda: None)
@@ -384,7 +384,7 @@ def test_a_rank_that_stood_still_itself_blames_nobody_for_that_time():
     bell.close()
 
 
-def test_a_wait_that_stood_still_is_not_over_for_that_time(monkeypatch):
+def test_a_suspended_wait_does_not_time_out_for_that_time(monkeypatch):
     """Between two looks at the clock, at most a quarter of the limit counts."""
     now, reported = [0.0], []
     with linked(2, timeout_s=19.7) as links, monkeypatch.context() as patches:
@@ -411,7 +411,7 @@ def test_the_death_of_rank_0_ends_all(size):
                 assert isinstance(outcome(wait), RankError)
 
 
-def test_a_rank_that_fails_tells_all_why():
+def test_a_failed_rank_sends_its_reason_to_all():
     with linked(3) as links:
         error = ValueError("no such thing")
         links[2].fail(error, "ValueError: no such thing")
@@ -425,7 +425,7 @@ def test_a_rank_that_fails_tells_all_why():
         assert set(failures(links[1:])) == {"rank 0 failed: ValueError: no such thing"}
 
 
-def test_closing_is_no_failure(no_verdict):
+def test_closing_is_not_a_failure(no_verdict):
     with linked(3) as links:
         links[1].close()
         links[1].close()
@@ -484,14 +484,14 @@ def test_ranks_that_wait_for_each_other_end(no_verdict):
     assert "all ranks wait for each other" in str(found[0]) + str(found[1])
 
 
-def test_who_does_not_read_what_is_sent_is_named():
+def test_a_rank_that_does_not_read_what_is_sent_is_named():
     with linked(2, timeout_s=0.3) as links:
         with pytest.raises(RankError, match="rank 1 has kept the others waiting"):
             for _ in range(100):
                 links[0].send(Message.INTAKE, bytes(1 << 20))
 
 
-def test_resting_longer_than_the_timeout_is_no_failure():
+def test_resting_longer_than_the_timeout_is_not_a_failure():
     with linked(3, timeout_s=0.3) as links:
         with ThreadPoolExecutor(2) as threads:
             work = [threads.submit(it.receive, may_be_woken=True) for it in links[1:]]

@@ -358,7 +358,7 @@ def test_digests_are_the_same_in_every_process():
     assert [int(number) for number in run.stdout.split()] == digests()
 
 
-def test_a_digest_tells_what_differs():
+def test_a_digest_shows_what_differs():
     found = [schedule_digest(it) for it in (SCHEDULE, *OTHERS)]
     assert len(set(found)) == len(found)
     request = InferenceRequest.from_tokens(5, list(range(100)), 3)

@@ -27,7 +27,7 @@ def world(config, **environment):
         ("PMI_RANK", "PMI_SIZE"),
     ],
 )
-def test_launchers_tell_the_rank(rank, size):
+def test_launchers_set_the_rank(rank, size):
     found = world(ParallelConfig(2, 3), **WHERE, **{rank: "4", size: "6"})
     assert found.layout == RankLayout(4, 2, 3) and found.host == "10.0.0.1" and found.group is None
 

@@ -251,7 +251,7 @@ def test_what_options_make_of_a_file_is_checked_like_a_file(
         assert err.startswith("gptmanager: the simulated manager: sizes.num_"), err
 
 
-def test_what_is_no_file_is_refused(tmp_path, capsys):
+def test_a_path_that_is_not_a_file_is_refused(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, "/dev/zero", tmp_path / "none"):
         assert call("replay", path, tmp_path) == 2
@@ -517,7 +517,9 @@ def test_a_request_that_would_run_alone_for_ever_ends_a_simulation_soon(run, tmp
 
 
 @pytest.mark.parametrize("command", ["replay", "simulate"])
-def test_memory_that_a_recording_wants_and_nobody_has(run, tmp_path, capsys, command, monkeypatch):
+def test_a_recording_that_needs_more_memory_than_there_is(
+    run, tmp_path, capsys, command, monkeypatch
+):
     def refuse(*arguments, **keywords):
         raise MemoryError
 
@@ -529,7 +531,7 @@ def test_memory_that_a_recording_wants_and_nobody_has(run, tmp_path, capsys, com
     assert "needs more memory than is available" in capsys.readouterr().err
 
 
-def test_a_picture_of_a_file_whose_name_is_no_text(run, tmp_path, capsys):
+def test_a_picture_of_a_file_whose_name_is_not_utf_8(run, tmp_path, capsys):
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x1b[31m<b>.jsonl")
     with open(path, "wb") as file:
         file.write(b"\n".join(run))

@@ -208,7 +208,7 @@ def test_every_chunk_has_its_numbers_to_point_at():
     assert "request 5, iteration 1: waiting for room in the batch: 4 starting requests" in text
 
 
-def test_a_context_after_a_pause_tells_what_was_generated_before():
+def test_a_context_after_a_pause_shows_what_was_generated_before():
     text = draw(outputs_of_512(scenes.MAX_UTILIZATION))
     assert re.search(r"context, \d+ tokens [^<]*; \d+ were generated before a pause", text)
 
@@ -264,7 +264,7 @@ def crowd(num_requests=2000, num_columns=100):
     return builder
 
 
-def test_many_rows_are_compact_and_stand_below_the_panels():
+def test_many_rows_are_compact_and_below_the_panels():
     trace = crowd().build()
     layout = layout_of(trace)
     assert layout.panels_first and layout.panels_top < 200 < layout.rows_top < 500
@@ -467,7 +467,7 @@ def test_a_recording_gives_its_trace(tmp_path):
     assert max(column.used_blocks for column in trace.columns) <= 8
 
 
-def test_where_no_scheduler_tells_a_picture_says_so_as_explain_does(tmp_path):
+def test_a_picture_says_like_explain_that_a_scheduler_gives_no_reason(tmp_path):
     recording = read_recording(record(tmp_path))
     blueprint = dataclasses.replace(recording.header.blueprint, custom_scheduler="Mine")
     header = dataclasses.replace(recording.header, blueprint=blueprint)

@@ -200,7 +200,7 @@ def test_every_value_that_admission_accepts_comes_back_as_the_same(name, value):
     assert others == [wanted] * 2
 
 
-def test_an_array_that_is_no_limit_comes_back_as_one_that_is_refused():
+def test_an_array_that_is_not_a_limit_comes_back_as_one_that_is_refused():
     given = InferenceRequest.from_tokens(1, [1], 3, deadline_s=np.array(math.inf))
     back = request_from_plain(orjson.loads(to_json(given)), Allowance(100))
     assert back.deadline_s == [math.inf]
@@ -297,7 +297,7 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
 # Files -------------------------------------------------------------------------------------
 
 
-def test_a_recording_tells_every_iteration(tmp_path):
+def test_a_recording_has_every_iteration(tmp_path):
     host = ScheduledHost([[request(1, 3, 4)], [], [request(2, 30, 2, is_streaming=True)]])
     run = record(tmp_path / "r.jsonl", host, enable_chunked_context=True, max_num_tokens=8)
     assert [turn.index for turn in run.iterations] == list(range(len(run.iterations)))

@@ -345,7 +345,7 @@ def test_the_table_has_the_metrics_that_the_host_got(tmp_path):
         command(["replay", str(path), "--table", str(path)])
 
 
-def test_the_command_tells_a_divergence(run, tmp_path, capsys):
+def test_the_command_reports_a_divergence(run, tmp_path, capsys):
     path = tmp_path / "r.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"max_batch_size":4', b'"max_batch_size":3'))
     assert command(["replay", str(path)]) == 1

@@ -343,7 +343,7 @@ def test_a_queue_that_was_empty_is_not_filled_afterwards(tmp_path):
     assert (wide.arrivals >= load.arrivals).all() and (wide.arrivals < load.arrivals + 2).all()
 
 
-def test_one_after_the_other_is_no_queue(tmp_path):
+def test_requests_one_after_the_other_are_not_queued(tmp_path):
     """A host whose next request comes when the last was answered: Get was asked in vain between."""
     load = SyntheticLoad(5, (4, 4), (3, 3))
     load.arrivals = np.arange(5) * 3.5  # an answer takes 3.42 s
@@ -366,7 +366,7 @@ def test_an_older_recording_is_warned_of(tmp_path, caplog):
     assert "the recording has an older format: 2 times no request was active" in caplog.text
 
 
-def test_room_without_a_bound_holds_nobody_back(tmp_path):
+def test_room_without_a_bound_holds_no_request_back(tmp_path):
     run = record(
         tmp_path / "r.jsonl", ScheduledHost(all_at_once()), max_active_requests=None
     )  # fmt: skip
@@ -410,7 +410,7 @@ def test_figures_are_those_counted_by_hand():
     assert figures.output_tokens_per_s == pytest.approx(6 / figures.makespan_s)
 
 
-def test_tokens_that_are_not_known_are_no_end_id():
+def test_unknown_tokens_are_not_an_end_id():
     class WithEndId(SyntheticLoad):
         def request(self, number):
             made = super().request(number)

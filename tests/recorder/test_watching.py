@@ -77,7 +77,7 @@ def concerns(event, request_id):
     return getattr(event, "request_id", None) == request_id
 
 
-def test_a_duplicate_does_not_arrive_and_is_the_end_of_nobody_else():
+def test_a_duplicate_does_not_arrive_and_ends_no_other_request():
     driver, events = LoopDriver(), []
     Watchers().add(driver.loop, events.append)
     driver.submit(request(7), request(7))  # the second is refused, and so is the third below
@@ -166,7 +166,7 @@ def test_a_watcher_that_is_added_again_begins_anew_and_gets_each_event_once():
     assert sum(concerns(event, 7) and isinstance(event, Ending) for event in events) == 1
 
 
-def test_a_loop_that_nobody_watches_has_no_taps():
+def test_an_unwatched_loop_has_no_taps():
     host = RecordingCallbacks()
     with managed(host.keywords()) as manager:
         loop = manager._worker.loop
@@ -216,7 +216,7 @@ def test_a_watch_that_could_not_end_in_time_ends_when_the_loop_goes_on():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, asyncio.CancelledError, SystemExit])
-def test_one_that_raises_harms_nobody(caplog, error):
+def test_a_raising_watch_harms_no_other(caplog, error):
     host, events = RecordingCallbacks(), []
 
     def raises(event):

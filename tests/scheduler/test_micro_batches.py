@@ -107,7 +107,7 @@ def test_an_iteration_launches_or_takes_the_oldest_result(num_stages):
     assert driver.output(1) == [1, 2, *expected_output([1, 2], 4)]
 
 
-def test_who_is_to_pause_pauses_when_its_micro_batch_has_returned_and_no_later_one():
+def test_a_request_pauses_when_its_own_micro_batch_has_returned():
     driver = Watched(num_stages=4, num_blocks=60, max_batch_size=1, scheduler=ForcedPauses)
     driver.submit(*(request(i, [i + 1], 20) for i in range(4)))
     for _ in range(11):

@@ -96,7 +96,7 @@ def test_a_duplicate_waits_for_every_chunk(policy) -> None:
 
 
 @BOTH
-def test_who_begins_differently_does_not_wait(policy) -> None:
+def test_a_request_that_begins_differently_does_not_wait(policy) -> None:
     kv = caching(50)
     active = [
         LlmRequest(0, tokens(25), 5),
@@ -119,7 +119,9 @@ class Whole(LlmRequest):
 
 @BOTH
 @pytest.mark.parametrize(("num_blocks", "num_fitting"), [(50, 3), (8, 2)])
-def test_who_needs_its_whole_prompt_does_not_wait(policy, num_blocks, num_fitting) -> None:
+def test_a_request_that_needs_its_whole_prompt_does_not_wait(
+    policy, num_blocks, num_fitting
+) -> None:
     kv = caching(num_blocks)
     active = [Whole(0, tokens(25), 5), LlmRequest(1, tokens(25), 5), Whole(2, tokens(25), 5)]
     assert ids(policy(20, kv).schedule_request(active)[0]) == [0, 2]
@@ -203,7 +205,7 @@ def test_a_static_batch_does_not_wait() -> None:
 
 
 @BOTH
-def test_without_reuse_nobody_waits(policy) -> None:
+def test_without_reuse_no_request_waits(policy) -> None:
     kv = KvCacheManager(20, 10)
     active = [LlmRequest(i, tokens(11), 2) for i in range(3)]
     assert ids(policy(3, kv).schedule_request(active)[0]) == [0, 1, 2]

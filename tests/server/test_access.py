@@ -92,7 +92,7 @@ STRANGERS = [
 
 
 @pytest.mark.parametrize("headers", STRANGERS, ids=str)
-def test_no_web_page_of_somebody_else_gets_in(server, client, headers):
+def test_other_web_pages_are_refused(server, client, headers):
     for path in ROUTES:
         answer = client.get(path, headers=headers)
         assert answer.status_code == 403 and "--allowed-host" in answer.text, path
@@ -198,7 +198,7 @@ def test_an_adapter_is_loaded_used_and_unloaded(guarded, with_key):
     assert with_key.post("/v1/unload_lora_adapter", json={"lora_name": "uno"}).status_code == 404
 
 
-def test_only_so_many_adapters_are_loaded_those_included_that_are_being_read(tmp_path):
+def test_the_limit_of_loaded_adapters_includes_those_that_are_being_read(tmp_path):
     adapters = Adapters(MODEL, tmp_path, 2)
     save_output_adapter(tmp_path / "one")
     adapters.add(adapters.read("uno", "one"))
@@ -294,7 +294,7 @@ def test_only_adapters_below_the_folder_are_loaded(guarded, with_key, tmp_path):
         assert "--adapter-dir" in response.json()["error"]["message"]
 
 
-def test_what_is_no_adapter_of_this_model_is_refused(guarded, with_key):
+def test_an_adapter_of_another_model_is_refused(guarded, with_key):
     root = guarded.settings.adapter_dir
     (root / "empty").mkdir()
     save_output_adapter(root / "narrow", width=64)

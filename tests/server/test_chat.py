@@ -474,7 +474,7 @@ def test_calls_go_back_into_the_prompt(qwen):
     assert qwen("Thanks.", messages=messages).choices[0].message.content == "Thanks."
 
 
-def test_a_template_that_a_request_brings(qwen):
+def test_a_template_in_a_request(qwen):
     short = qwen("Hi", tools=[], extra_body={"chat_template": "{{ messages[0].content }}"})
     assert short.usage.prompt_tokens == 7
     with pytest.raises(openai.BadRequestError, match="chat_template: the chat template: No cats"):

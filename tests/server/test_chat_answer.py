@@ -61,7 +61,7 @@ def test_deltas_joined_are_the_message(size):
         (TEXT, "tool_calls"),
     ],
 )
-def test_a_call_that_was_cut_off_is_no_reason_to_run_it(text, reason):
+def test_a_call_that_was_cut_off_does_not_finish_as_tool_calls(text, reason):
     answer = answer_of()
     answer.push(text)
     answer.flush()

@@ -156,7 +156,9 @@ def test_a_failure_in_the_midst_is_the_last_event(client, ends):
     assert b'"it broke"' in frames[-3] and frames[-2] == DONE.strip()
 
 
-def test_who_does_not_read_holds_up_nobody_and_is_not_buffered_for(server, client, ends):
+def test_a_client_that_does_not_read_delays_no_other_and_its_stream_is_not_buffered(
+    server, client, ends
+):
     """Its socket takes a few bytes; the request runs on, and its events are not written ahead."""
     ends.clear()
     slow = [connect(server, "/test/stream", b'{"length": 400}') for _ in range(8)]

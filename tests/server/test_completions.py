@@ -104,7 +104,7 @@ def test_a_stream_says_what_the_whole_answer_says(client, options):
     assert [last["usage"][name] for name in counted] == [whole["usage"][name] for name in counted]
 
 
-def test_choices_of_one_seed_differ_repeat_and_are_nobody_elses(client):
+def test_choices_of_one_seed_differ_repeat_and_belong_to_that_seed(client):
     def texts(seed, n=6):
         body = {"prompt": ["Tom had", "Tom had"], "n": n, "seed": seed, "temperature": 1.5}
         return [choice["text"] for choice in complete(client, **body)["choices"]]
@@ -342,7 +342,7 @@ def test_usage_has_each_count_that_clients_with_strict_types_expect(client):
     assert usage["completion_tokens_details"] == {f"{name}_tokens": 0 for name in names}
 
 
-def test_usage_tells_cached_tokens_and_may_be_continuous(client):
+def test_usage_has_cached_tokens_and_may_be_continuous(client):
     prompt = list(range(40, 200))
     first = complete(client, prompt=prompt, max_tokens=1, cache_salt="usage")
     second = complete(client, prompt=prompt, max_tokens=1, cache_salt="usage")

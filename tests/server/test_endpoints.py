@@ -168,7 +168,7 @@ def test_a_wrong_method_is_a_405(client, path, allowed):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff"])
-def test_a_body_that_is_no_json_object_is_a_400(client, body):
+def test_a_body_must_be_a_json_object(client, body):
     refusal(client.post("/tokenize", content=body), 400)
 
 
@@ -246,5 +246,5 @@ def test_a_chat_as_tokens_is_the_prompt_that_the_model_gets(client):
         ({"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
     ],
 )
-def test_what_is_no_chat_is_not_tokenized(client, body, param):
+def test_only_valid_chats_are_tokenized(client, body, param):
     assert refusal(client.post("/tokenize", json=body), 400)["param"] == param

@@ -337,7 +337,7 @@ def test_a_dead_manager_fails_all_calls():
         server.run(main())
 
 
-def test_a_shortage_that_may_pass_is_no_fault_of_the_request():
+def test_a_shortage_that_may_pass_is_not_an_error_of_the_request():
     rows = SimpleNamespace(rows=[SimpleNamespace(request_id=1, slot=2)])
     lost = SimpleNamespace(lost=[(2, "2 GiB")])
     [failure] = failures(SimpleNamespace(slot_of=lambda line: line), rows, lost)

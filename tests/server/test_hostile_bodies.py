@@ -222,7 +222,7 @@ def test_token_ids_are_counted_before_they_are_read(server, client, monkeypatch,
         ("/detokenize", {"tokens": [1, -1]}, "tokens[1] = -1 is outside 0 to 639"),
     ],
 )
-def test_what_is_no_token_id_is_named(client, path, content, message):
+def test_an_invalid_token_id_is_named(client, path, content, message):
     error = client.post(path, json=content).json()["error"]
     assert error["message"] == message and message.startswith(error["param"])
 

@@ -62,7 +62,7 @@ def told(connection):
         (CHUNKED + b"0\r\nX: " + b"a" * (1 << 20), 431),
     ],
 )
-def test_what_is_no_request_is_refused_and_the_connection_ends(server, data, expected):
+def test_an_invalid_http_request_is_refused_and_its_connection_ends(server, data, expected):
     with connect(server) as connection:
         connection.sendall(data)
         status, body = told(connection)
@@ -100,7 +100,7 @@ def test_a_request_in_pieces_and_several_in_one_piece_are_answered(server):
         assert answers.read().count(b'{"status":"ready"}') == 4
 
 
-def test_who_asks_for_another_protocol_gets_this_one(server):
+def test_a_request_for_another_protocol_gets_this_one(server):
     """Java's client asks for h2c with each request."""
     with connect(server) as connection:
         connection.sendall(POST + UPGRADE + b"Content-Length: 15\r\n\r\n" + BODY)
@@ -171,7 +171,7 @@ def test_a_client_of_http_1_0_is_not_asked_for_its_body(server):
         assert told(connection)[0] == 200
 
 
-def test_who_writes_too_large_a_body_still_reads_the_answer():
+def test_a_client_that_writes_too_large_a_body_still_reads_the_answer():
     with running_server(settings_of(max_body_bytes=1 << 20)) as server:
         piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
         for head, body in [
@@ -195,7 +195,7 @@ def hasty():
 
 
 @pytest.mark.parametrize("begun", [b"", b"\r\n", HEALTH])
-def test_connections_that_nobody_uses_are_closed(hasty, begun, monkeypatch):
+def test_unused_connections_are_closed(hasty, begun, monkeypatch):
     patience_s = 0.5 if begun == HEALTH else 0.1  # a client may be late with its request
     monkeypatch.setattr(hasty.server.config, "timeout_keep_alive", patience_s)
     with connect(hasty) as connection:
@@ -227,7 +227,7 @@ async def wait_for_the_end(request):
     return Response()
 
 
-def test_there_are_only_so_many_connections(hasty):
+def test_the_number_of_connections_is_limited(hasty):
     """A connection whose request has arrived has no time limit."""
     hasty.server.config.app.router.routes.append(Route("/wait", wait_for_the_end))
     with contextlib.ExitStack() as stack:
@@ -260,7 +260,7 @@ def test_by_default_files_and_pipes_have_a_quarter_of_the_descriptors(monkeypatc
     assert default_max_connections() == most
 
 
-def test_an_address_has_only_so_many_connections_and_a_proxy_s_client_so_many_requests():
+def test_connections_of_an_address_and_requests_of_a_proxy_s_client_are_limited():
     limits = Connections(100, 2, Proxies(["10.0.0.0/8", "::1"]))
     assert [limits.enter("1.2.3.4") is None for _ in range(3)] == [True, True, False]
     assert limits.enter("1.2.3.5") is None
@@ -337,7 +337,7 @@ def test_a_client_that_writes_while_its_answer_fails_is_read_to_the_end(server):
         routes.pop()
 
 
-def test_a_body_that_nobody_read_ends_its_connection(server):
+def test_an_unread_body_ends_its_connection(server):
     """A refusal does not wait for the rest, and what comes of it is no other request."""
     with connect(server) as connection:
         connection.sendall(
@@ -385,7 +385,7 @@ def test_complete_requests_before_wrong_bytes_are_answered(server, wrong):
     assert found.count(b"HTTP/1.1 4") == 1 and found.endswith(b"}")
 
 
-def test_who_takes_nothing_of_a_long_stream_is_cut_off():
+def test_a_client_that_reads_nothing_of_a_long_stream_is_cut_off():
     ends = []
 
     async def frames():
@@ -407,7 +407,7 @@ def test_who_takes_nothing_of_a_long_stream_is_cut_off():
             wait_for(lambda: not server.server.server_state.connections)
 
 
-def test_who_goes_on_reading_in_time_is_not_cut_off(server):
+def test_a_client_that_goes_on_reading_in_time_is_not_cut_off(server):
     async def stand_still_for_a_while():
         (protocol,) = (it for it in server.server.server_state.connections if it not in others)
         protocol.pause_writing()
@@ -430,7 +430,7 @@ def test_a_head_has_a_limit_for_each_request_of_a_connection(server, monkeypatch
             assert told(connection)[0] == 200
 
 
-def test_a_client_that_leaves_before_its_answers_is_no_error(server, caplog):
+def test_a_client_may_leave_before_its_answers(server, caplog):
     """The log has no traceback for any of its requests."""
     for _ in range(20):
         with connect(server) as connection:

@@ -325,7 +325,7 @@ def texts_of(stream):
     return found
 
 
-def test_answers_that_nobody_joins_are_dropped_after_a_time_and_beyond_a_size(monkeypatch):
+def test_answers_that_no_client_joins_are_dropped_after_a_time_and_beyond_a_size(monkeypatch):
     now, names = [0.0], [CallKey("", b"%d" % number).request_id(0) for number in range(4)]
     monkeypatch.setattr(restored_responses, "monotonic", lambda: now[0])
     monkeypatch.setattr(restored_responses, "MAX_BYTES", 2000)

@@ -326,7 +326,7 @@ def test_the_command_serves_and_ends_with_0():
     assert process.returncode == 0
 
 
-def test_a_server_whose_manager_fails_tells_its_clients_and_ends(monkeypatch):
+def test_a_server_whose_manager_fails_answers_its_clients_and_ends(monkeypatch):
     seen = []
 
     def act(outside):

@@ -56,7 +56,7 @@ def test_open_pages_do_not_hold_up_the_end():
     assert time.monotonic() - began < 60  # the stream has ended by itself
 
 
-def test_who_asks_for_the_head_of_the_events_takes_nobody_s_place(client):
+def test_a_head_request_for_the_events_takes_no_viewer_s_place(client):
     for _ in range(17):
         assert client.head("/live/events").status_code == 200
     with client.stream("GET", "/live/events") as answer:

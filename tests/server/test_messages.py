@@ -61,7 +61,7 @@ def test_arguments_of_calls_become_objects():
     ["{", '{"city": "Ro', "[1]", "5", "[" * 10**5, '{"a": NaN}', '{"a": "\\ud800"}',
      f'{{"a": {10**30}}}', '{"a": ' + "[" * 300 + "]" * 300 + "}", "9" * 5000],
 )  # fmt: skip
-def test_arguments_that_are_no_object_stay_texts(text):
+def test_arguments_that_are_not_an_object_stay_texts(text):
     """A call that was cut off, or that a model got wrong, must not make later turns a 400."""
     (read,) = read_messages([assistant(call(text))])
     assert read["tool_calls"][0]["function"] == {"name": "add", "arguments": text}
@@ -180,7 +180,7 @@ def test_an_answer_of_the_client_library_can_be_sent_back():
     assert read_messages([answer.model_dump()]) == [{"role": "assistant", "content": "Hi"}]
 
 
-def test_the_document_tells_what_messages_are():
+def test_the_document_describes_messages():
     is_described = jsonschema.Draft202012Validator(MESSAGES_SCHEMA).is_valid
     taken = [user(), user([{"type": "text", "text": "a"}]), assistant(call("{}"), content=None)]
     assert is_described(taken)

@@ -198,7 +198,7 @@ def test_generated_tokens_are_those_of_usage(server, client, more, stream):
     assert sum(rose.values()) == number and not rose["cancelled"]
 
 
-def test_gauges_say_what_is_now_also_when_all_clients_have_gone(server, client):
+def test_gauges_are_current_also_after_all_clients_have_disconnected(server, client):
     """The last iteration of all has used blocks: a router would never come back."""
     with pytest.raises(TimeoutError), server.held():
         server.run(run(server.engine, 500, leave))

@@ -166,7 +166,7 @@ def test_a_first_start_is_a_record_of_the_log_so_that_a_json_log_has_no_other_li
     assert stderr.getvalue() == ""
 
 
-def test_a_reader_that_is_stuck_holds_up_nobody(monkeypatch):
+def test_a_stuck_reader_delays_no_request(monkeypatch):
     monkeypatch.setattr(log_output, "_LAST_LINES_S", 30.0)  # 10,000 lines take their time
 
     class Stuck(io.StringIO):

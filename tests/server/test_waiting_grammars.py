@@ -79,7 +79,7 @@ def waiting(server, asked_for, patterns):
     wait_for(lambda: not server.engine.admission.num_preparing)
 
 
-def test_what_clients_that_are_gone_had_asked_for_is_not_compiled(server, slow_trials, asked_for):
+def test_grammars_of_disconnected_clients_are_not_compiled(server, slow_trials, asked_for):
     with waiting(server, asked_for, [f"slow{i}" for i in range(12)]):
         pass
     new = "ab|b{3}c"  # no other test of this server has compiled it

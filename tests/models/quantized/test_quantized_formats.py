@@ -840,7 +840,9 @@ def test_bitsandbytes_may_store_bytes_as_floats(dtype: torch.dtype) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [None, "file"])
-def test_a_scale_that_is_no_number_is_named(name: str, part: str, number: float, kind: Any) -> None:
+def test_a_scale_that_is_not_a_number_is_named(
+    name: str, part: str, number: float, kind: Any
+) -> None:
     config, tensors = checkpoint(name)
     broken = tensors[LAYER + part].clone()
     broken.view(-1)[0] = number
@@ -848,7 +850,7 @@ def test_a_scale_that_is_no_number_is_named(name: str, part: str, number: float,
         load_model((config, {**tensors, LAYER + part: broken}), weights_dtype=kind, dtype="float32")
 
 
-def test_zero_points_that_are_no_matrix_are_named() -> None:
+def test_zero_points_that_are_not_a_matrix_are_named() -> None:
     config, tensors = checkpoint("ct-int4-asymmetric")
     name = f"{LAYER}mlp.down_proj.weight_zero_point"
     for broken in (tensors[name].flatten(), torch.zeros((), dtype=torch.int32)):

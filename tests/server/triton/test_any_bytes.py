@@ -167,6 +167,6 @@ def test_messages(raw, nothing_fails, tensors, contents, starts_good, data):
 
 @any_settings
 @given(message=st.binary(max_size=40))
-def test_bytes_that_are_no_message(raw, nothing_fails, message):
+def test_bytes_that_are_not_a_message(raw, nothing_fails, message):
     code, details = raw(message)
     assert code in REFUSED, details

@@ -37,7 +37,7 @@ def service_of(server, **limits):
     return TritonService(inference, settings, server.engine.body_budget, log)
 
 
-def test_the_errors_of_a_client_that_is_gone_fail_no_task(server):
+def test_the_errors_of_a_disconnected_client_fail_no_task(server):
     async def gone(answer):
         written.append(answer.error_message)
         raise grpc_package.aio.UsageError("the call has ended")
@@ -47,7 +47,7 @@ def test_the_errors_of_a_client_that_is_gone_fail_no_task(server):
     assert len(written) == 1 and "'none' is not found" in written[0]
 
 
-def test_a_flood_that_nobody_reads_is_not_taken_in(server):
+def test_a_flood_of_calls_with_unread_answers_is_not_taken_in(server):
     taken = 0
 
     async def flood():
@@ -71,7 +71,7 @@ def test_a_flood_that_nobody_reads_is_not_taken_in(server):
     assert all("'none' is not found" in one.error_message for one in answers)
 
 
-def test_what_is_no_message_leaves_a_stream(server, front):
+def test_an_invalid_message_leaves_the_stream(server, front):
     async def main():
         async with grpc_package.aio.insecure_channel(f"127.0.0.1:{front.port}") as channel:
             call = channel.stream_stream(

@@ -274,7 +274,7 @@ def test_json_that_would_take_much_more_memory_than_text():
     assert "MiB of memory" in refused(parse_json, b"[" + b'"ab",' * 2_000_000 + b"0]")
 
 
-def test_what_is_inside_of_texts_is_no_structure():
+def test_brackets_inside_texts_are_not_structure():
     for code in ('if x["a"] == [{}, {}]:\\n' * 100_000, "," * MAX_VALUES + '\\\\" [' * 1000):
         assert parse_json(orjson.dumps({"prompt": code})) == {"prompt": code}
 

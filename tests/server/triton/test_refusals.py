@@ -334,7 +334,7 @@ def test_the_key_comes_as_metadata(tmp_path, monkeypatch):
         server.run(front.stop(0))
 
 
-def test_a_port_that_somebody_has(front, server):
+def test_a_port_in_use(front, server):
     taken = replace(server.settings, grpc_port=front.port)
     with pytest.raises(ConfigError, match=f"--grpc-port {front.port} cannot be used"):
         server.run(GrpcFront.start(server.engine, taken))

@@ -117,7 +117,7 @@ def test_a_stop_of_nothing(grpc):
     assert "INVALID_ARGUMENT" in error.value.status()
 
 
-def test_a_cancelled_stream_runs_on_for_nobody(grpc, server, held):
+def test_the_requests_of_a_cancelled_stream_end(grpc, server, held):
     before = cancelled(server)
     with streaming(grpc) as stream:
         stream.send(**long(streaming=True))
@@ -133,7 +133,7 @@ def test_a_cancelled_stream_runs_on_for_nobody(grpc, server, held):
     wait_for(lambda: cancelled(server) == before + 2)
 
 
-def test_a_cancelled_call_runs_on_for_nobody(grpc, server, held):
+def test_the_request_of_a_cancelled_call_ends(grpc, server, held):
     before, came = cancelled(server), queue.Queue()
     call = grpc.async_infer(
         "tensorrt_llm",

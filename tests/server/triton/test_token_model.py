@@ -257,7 +257,7 @@ def test_a_row_that_fails_harms_no_other(stream, expected):
     assert all(one.tokens == list(expected(TOKENS, 6).output_ids[0]) for one in rest)
 
 
-def test_typed_contents_are_as_good_as_bytes(front):
+def test_typed_contents_equal_bytes(front):
     import grpc as grpc_package
 
     pb, service = grpcclient.service_pb2, grpcclient.service_pb2_grpc
