@@ -97,7 +97,10 @@ def float4_groups(packed: Tensor, scales: Tensor) -> PackedGroups:
 
     The codebook has the doubled numbers, so `scales` `[n, groups]` are halved.
     """
-    words, columns = packed.contiguous().view(torch.int32), 2 * packed.shape[1]
+    packed = packed.contiguous()
+    if packed.storage_offset() % torch.int32.itemsize:
+        packed = packed.clone()  # words cannot begin there
+    words, columns = packed.view(torch.int32), 2 * packed.shape[1]
     return PackedGroups(words, columns, (scales / 2).half(), GROUP, codebook="e2m1")
 
 

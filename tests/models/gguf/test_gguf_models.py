@@ -147,8 +147,11 @@ def test_blocks_unpack_as_llama_cpp_unpacks_them(number: int) -> None:
         else:
             expected = quants.dequantize(given, quants.GGMLQuantizationType(number))
 
-    ours = block.unpack(torch.from_numpy(raw).view(-1, block.num_bytes)).float()
+    blocks = torch.from_numpy(raw).view(-1, block.num_bytes)
+    ours = block.unpack(blocks).float()
 
+    alone = block.unpack(blocks[1:2]).float()  # may begin where no number of 32 bits does
+    assert np.array_equal(alone, ours[1:2], equal_nan=True)
     assert ours.shape == (50 * 3, block.size)
     assert np.array_equal(ours.numpy().reshape(expected.shape), expected, equal_nan=True)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def stored_halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
     """Return `count` float16 numbers of each block, from byte `start` on, `[blocks, count]`."""
-    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16)
+    return _copied(blocks, start, start + 2 * count).view(torch.float16)
 
 
 def halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
@@ -18,12 +18,12 @@ def halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
 
 def words(blocks: Tensor, start: int, stop: int) -> Tensor:
     """Return the bytes from `start` to `stop` of each block as int64 words of 32 bits."""
-    return blocks[:, start:stop].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    return _copied(blocks, start, stop).view(torch.int32).long() & 0xFFFFFFFF
 
 
 def short_words(blocks: Tensor, start: int, stop: int) -> Tensor:
     """Return the bytes from `start` to `stop` of each block as int64 words of 16 bits."""
-    return blocks[:, start:stop].contiguous().view(torch.int16).long() & 0xFFFF
+    return _copied(blocks, start, stop).view(torch.int16).long() & 0xFFFF
 
 
 def bit_fields(numbers: Tensor, bits: int, count: int) -> Tensor:
@@ -33,3 +33,8 @@ def bit_fields(numbers: Tensor, bits: int, count: int) -> Tensor:
     """
     shifts = torch.arange(0, bits * count, bits, dtype=numbers.dtype)
     return (numbers.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)
+
+
+def _copied(blocks: Tensor, start: int, stop: int) -> Tensor:
+    """Copy bytes of each block, also those of a single block, which can begin at any address."""
+    return blocks[:, start:stop].clone(memory_format=torch.contiguous_format)
