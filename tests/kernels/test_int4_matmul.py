@@ -18,8 +18,14 @@ from torch import Tensor
 
 from gptmanager.errors import ConfigError
 from gptmanager.kernels import CpuKernels
-from gptmanager.kernels.gemm import int4_matmul, int4_tiles, int8_tiles, matmul_plan
-from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, GROUP, Codebook, Groups
+from gptmanager.kernels.gemm import (
+    int4_matmul,
+    int4_tiles,
+    int8_tiles,
+    matmul_plan,
+    weight_quantization,
+)
+from gptmanager.kernels.gemm.int4_groups import CODEBOOKS, GROUP, Codebook, Groups, whole_groups
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.int4_tiles import GROUP_BYTES, SCALE_BYTES, widen_numbers_to_pairs
 from gptmanager.kernels.gemm.matmul_task import MATMUL_TASK
@@ -384,12 +390,25 @@ def test_panels_of_numbers_are_widened_and_unpacked(codebook: Codebook) -> None:
 
 
 @pytest.mark.parametrize("codebook", CODEBOOKS)
-def test_floats_are_rounded_to_the_nearest_number_of_a_codebook(codebook: Codebook) -> None:
+def test_floats_are_rounded_to_the_nearest_number_of_a_codebook(
+    codebook: Codebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, numbers = randn(9, 100), CODEBOOKS[codebook].float()
     rows[3, 32:64], rows[4, 99], rows[5, 1] = 0.0, torch.inf, 1e30
     matrix = Int4Matrix(9, 100, torch.float32, codebook=codebook)
     matrix.copy_(rows)
     found, scales = matrix.unpacked(), matrix.groups().scales.float()
+    made: list[tuple[int, ...]] = []
+
+    def whole(rows: Tensor) -> Tensor:
+        made.append(tuple(rows.shape))
+        return whole_groups(rows)
+
+    monkeypatch.setattr(weight_quantization, "_AT_ONCE", 250)
+    monkeypatch.setattr(weight_quantization, "whole_groups", whole)
+    in_parts = weight_quantization.round_to_codebook(rows, codebook)
+    assert torch.equal(in_parts.floats().nan_to_num(), found.nan_to_num())
+    assert made == [(2, 100)] * 4 + [(1, 100)]  # only these have temporary tensors at once
     assert not found[4, 96:].isfinite().any() and torch.equal(found[3, 32:64], torch.zeros(32))
     for row, group in itertools.product((0, 1, 2, 3, 4, 5, 8), range(3)):
         own = slice(32 * group, 32 * group + 32)

@@ -67,6 +67,7 @@ _LARGEST = np.float32(torch.finfo(torch.float16).max)
 _NAN = np.float32(np.nan)
 _ALONE = 1 << 15  # with fewer elements, one thread is done before a second thread is awake
 _PARTS_PER_THREAD = 8
+_AT_ONCE = 1 << 18  # elements that are rounded to a codebook at once: they take 40 bytes each
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _MASK = ir.IntType(LANES)
 
@@ -129,6 +130,14 @@ def round_to_codebook(rows: Tensor, codebook: Codebook) -> Groups:
     group of the codebook's numbers, the largest of which is one of these, remains as it is. A group
     with an element that is not finite has the scale NaN.
     """
+    columns = rows.shape[1]
+    own = rows.split(max(1, _AT_ONCE // columns))
+    values, scales = zip(*(_numbers_of(it, codebook) for it in own), strict=True)
+    return Groups(torch.cat(values)[:, :columns], torch.cat(scales), None, codebook)
+
+
+def _numbers_of(rows: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
+    """Return the values, uint8 `[n, groups * 32]`, and the scales of `round_to_codebook`."""
     numbers, places = CODEBOOKS[codebook].float().sort()
     middles = (numbers[1:] + numbers[:-1]) / 2
     groups = whole_groups(rows.float())
@@ -152,8 +161,7 @@ def round_to_codebook(rows: Tensor, codebook: Codebook) -> Groups:
             for new, old in zip(own, (scales, values, errors), strict=True)
         )
     scales[~groups.isfinite().all(2)] = torch.nan
-    values = values.flatten(1)[:, : rows.shape[1]]
-    return Groups(values, scales.squeeze(2).half(), None, codebook)
+    return values.flatten(1), scales.squeeze(2).half()
 
 
 def run_in_team(body: Callable[[int], None], task: Any, work: int) -> None:
