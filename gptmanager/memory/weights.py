@@ -49,11 +49,13 @@ class Weights:
     skipped if their names match `ignored`; otherwise they are an error.
     Parameters in `wide` are kept in float32 at least, and matrices in `quantized` in fewer bits.
     Matrices in `quantized` that have groups of a kind in `kept_groups` in the first source keep
-    them. `cuts` has the part to keep of each parameter; by default, all are kept whole. `shapes`
-    and `places` describe whole parameters. The first `load` allocates the storage. A parameter in
-    `matrices` is stored in the result of `new_matrix(rows, columns, dtype, quantized)`, or in a
-    tensor if this result is None. `as_source` returns a source of the tensors of a mapping, such as
-    an update. `version` counts the loads, so that results of older weights can be recognized.
+    them. Embeddings in `lookups` are kept in the given format if the first source has them in fewer
+    bits than floats. `cuts` has the part to keep of each parameter; by default, all are kept whole.
+    `shapes` and `places` describe whole parameters. The first `load` allocates the storage. A
+    parameter in `matrices` is stored in the result of `new_matrix(rows, columns, dtype,
+    quantized)`, or in a tensor if this result is None. `as_source` returns a source of the tensors
+    of a mapping, such as an update. `version` counts the loads, so that results of older weights
+    can be recognized.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Weights:
         matrices: Collection[str] = (),
         new_matrix: NewMatrix = lambda *_: None,
         quantized: Mapping[str, Quantized] = MappingProxyType({}),
+        lookups: Mapping[str, Quantized] = MappingProxyType({}),
         kept_groups: Collection[Quantized] = (),
         wide: Collection[str] = (),
         cuts: Mapping[str, Cut] | None = None,
@@ -85,6 +88,7 @@ class Weights:
         self._matrices, self._new_matrix = frozenset(matrices), new_matrix
         self._wide = frozenset(wide)
         self._quantized, self._kept_groups = quantized, kept_groups
+        self._lookups = lookups
         self._storage: dict[str, Matrix] = {}
         self._mapped: list[str] = []  # matrices that are mapped from a file, and not changed since
 
@@ -133,8 +137,10 @@ class Weights:
         scales = self._cuts.keys() & {it.parameter for it in self._places.values() if it.scale}
         self._mapped = []
         if not self._storage:
+            self._quantized = {**self._quantized, **self._quantized_lookups(names, found)}
             self._quantized = {**self._quantized, **self._in_groups(names, found)}
-            cuts = {name: self._cuts[name] for name in self._matrices & self._cuts.keys()}
+            packed = self._matrices | self._quantized.keys()
+            cuts = {name: self._cuts[name] for name in packed & self._cuts.keys()}
             kept_whole = [n for n, cut in cuts.items() if kept_shape(cut) == self._shapes[n]]
             panels = mapped_matrices(source, names, self._places, kept_whole)
             self._mapped = self._allocate(scales, panels)
@@ -188,6 +194,13 @@ class Weights:
         given = self._places, self._storage, self._shapes, self._cuts, self._quantized
         return TensorCopies(source, *given)
 
+    def _quantized_lookups(
+        self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
+    ) -> dict[str, Quantized]:
+        """Return the formats of the embeddings that the source has in fewer bits than floats."""
+        own = {self._places[name].parameter for name, it in names.items() if found[it].quantized}
+        return {name: kind for name, kind in self._lookups.items() if name in own}
+
     def _in_groups(
         self, names: Mapping[str, str], found: Mapping[str, TensorInfo]
     ) -> dict[str, Quantized]:
@@ -230,7 +243,7 @@ class Weights:
 
     def _new(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Matrix:
         packed = None
-        if name in self._matrices:
+        if name in self._matrices or name in self._quantized:
             packed = self._new_matrix(shape[0], shape[1], dtype, self._quantized.get(name))
         if packed is not None:
             return packed

@@ -36,7 +36,11 @@ from gptmanager.models.converted_tensors import (
 )
 from gptmanager.models.families import FAMILIES, place_tensors
 from gptmanager.models.families.wrappers import PREFIXES, is_wrapper
-from gptmanager.models.parameters import check_head_dtype, quantized_parameters
+from gptmanager.models.parameters import (
+    check_head_dtype,
+    lookup_tables,
+    quantized_parameters,
+)
 from gptmanager.models.quantized.scheme import MODELOPT_FILE
 from gptmanager.models.read_spec import read_spec
 from gptmanager.models.spec import ModelSpec
@@ -149,13 +153,16 @@ def _quantized(
 ) -> dict[str, Quantized]:
     """Return name in the checkpoint -> format, for each matrix that is written in 8 or 4 bits."""
     kinds = quantized_parameters(spec, weights_dtype, head_dtype)
+    tables = {*lookup_tables(spec)} if kinds else set()
     found: dict[str, Quantized] = {}
     for name, info in tensors.describe().items():
         place = places.get(name)
+        if place is not None and place.parameter in tables and info.quantized:
+            kinds[place.parameter] = "int8"
         if place is None or place.parameter not in kinds:
             continue
         if place.stacked:
-            if info.groups or info.codes:
+            if info.quantized:
                 raise ConfigError(
                     f"weights_dtype = {weights_dtype!r}: tensor {tensor_name(name)} has quantized "
                     "matrices of all experts, which would be written as floats; load the "

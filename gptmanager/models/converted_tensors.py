@@ -72,7 +72,7 @@ class ConvertedTensors:
                 kind = self._kinds[name] = self._codebook(name) or _KINDS[info.dtype]
                 shape = self._checked(name, info.shape, kind)
                 groups = None if kind == "int8" else kind
-                self._found[name] = TensorInfo(shape, "float32", groups)
+                self._found[name] = TensorInfo(shape, "float32", groups, quantized=True)
                 used |= {name + end for end in (SCALE, MINIMUM, CODEBOOK, SHAPE)}
         self._found |= {
             n: it for n, it in self._given.items() if n not in self._found.keys() | used

@@ -34,6 +34,7 @@ from gptmanager.models.families.wrappers import MEDIA, PREFIXES, is_wrapper, tex
 from gptmanager.models.other_layouts import RearrangedTensors, in_expert_order
 from gptmanager.models.parameters import (
     check_head_dtype,
+    lookup_tables,
     matmul_matrices,
     parameter_shapes,
     quantized_parameters,
@@ -207,6 +208,7 @@ def load_model(
         device=device,
         new_matrix=functools.partial(kernels.new_matrix, device=device),
         quantized=quantized,
+        lookups=dict.fromkeys(lookup_tables(spec) if quantized else (), "int8"),
         kept_groups=kept_groups,
     )
     _load(weights, tensors, on_progress)

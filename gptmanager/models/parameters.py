@@ -64,6 +64,12 @@ def matmul_matrices(spec: ModelSpec) -> list[str]:
     ]
 
 
+def lookup_tables(spec: ModelSpec) -> list[str]:
+    """Return the names of the embeddings of tokens that are not the output matrix, too."""
+    tables = {*_LOOKED_UP[1:]} - {*matmul_matrices(spec)}
+    return [name for name in parameter_shapes(spec) if name in tables]
+
+
 def wide_parameters(spec: ModelSpec) -> list[str]:
     """Return the names of the parameters that are kept in float32 at least.
 

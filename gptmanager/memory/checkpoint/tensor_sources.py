@@ -25,14 +25,16 @@ class TensorInfo(NamedTuple):
 
     `dtype` is the name of a torch dtype. `groups`: the kind of 4-bit groups in which
     `GroupedSource.groups` can read the matrix, or the matrices of all experts; None if it cannot.
-    `codes`: `CodedSource.codes` can read their "rows" or "columns"; "" if neither. If `codes` is
-    "columns", `GroupedSource.groups` reads columns, too, and rows otherwise.
+    `quantized`: whether the checkpoint has fewer bits than `dtype`. `codes`: `CodedSource.codes`
+    can read their "rows" or "columns"; "" if neither. If `codes` is "columns",
+    `GroupedSource.groups` reads columns, too, and rows otherwise.
     """
 
     shape: tuple[int, ...]
     dtype: str
     groups: Quantized | None = None
     codes: CodesOf = ""
+    quantized: bool = False
 
 
 class TensorSource(Protocol):

@@ -114,7 +114,10 @@ class GgufTensors:
             for theirs, given in self._place(name, stored):
                 named = self._tensors[theirs] = given._replace(scales=scales)
                 groups = kind if named.keeps_groups else None
-                self._found[theirs] = TensorInfo(named.shape, stored.type.dtype, groups)
+                own_type = stored.type
+                self._found[theirs] = TensorInfo(
+                    named.shape, own_type.dtype, groups, quantized=own_type.is_quantized
+                )
         self._found |= {name: TensorInfo((1,), "float32") for name in self._numbers}
 
     def describe(self) -> Mapping[str, TensorInfo]:

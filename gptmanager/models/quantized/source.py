@@ -41,7 +41,7 @@ class QuantizedSource:
         self._matrices: dict[str, StoredMatrix | ExpertBlocks] = finder.matrices
         self._found = {n: it for n, it in given.items() if n not in finder.used}
         self._found |= {
-            name: TensorInfo(matrix.shape, "float32", matrix.groups_of, matrix.codes_of)
+            name: TensorInfo(matrix.shape, "float32", matrix.groups_of, matrix.codes_of, True)
             for name, matrix in self._matrices.items()
         }
 
