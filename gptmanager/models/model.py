@@ -182,7 +182,8 @@ def load_model(
     in addition. `kv_cache_dtype` is float8_e4m3fn for KV cache pages of this dtype, otherwise None.
     `weights_dtype` quantizes the matrices of matmuls except routers. "int8", and on GPUs "fp8",
     have one scale per row. "int4" has a float16 scale for each group of 32 columns; the output
-    matrix then has `head_dtype` (by default "int8"). "file" is "int4" for matrices with 4 bits in
+    matrix then has `head_dtype` (by default "int8"). An embedding that is not the output matrix
+    is quantized only if it is in the checkpoint, too. "file" is "int4" for matrices with 4 bits in
     the checkpoint, else "int8". With "int4" or "file", 4-bit groups of the checkpoint are kept as
     they are. `on_progress` is called as `OptionalParams` describes. `collectives` communicates with
     the other ranks, if any; each rank reads only its share of the weights. `prepare` is called

@@ -27,7 +27,7 @@ from gptmanager import GptManager, KvCacheConfig, ModelType, OptionalParams
 from gptmanager.assembly import loading
 from gptmanager.callbacks import RequestQueue
 from gptmanager.errors import ConfigError
-from gptmanager.kernels import plain
+from gptmanager.kernels import CpuKernels, PackedMatrix, plain
 from gptmanager.kernels.gemm import matmul_plan
 from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.models import load_model
@@ -366,11 +366,11 @@ def test_matrices_in_4_bits_keep_their_numbers(
     for source in (path, folder):
         weights = load_model(source, dtype="float32", weights_dtype=weights_dtype).weights
         kept = [name for name in weights if isinstance(weights[name], Int4Matrix)]
-        assert len(kept) == len(weights.matrices) - sparse  # the router is floats
+        # with the embedding, and without the router, which is floats
+        assert len(kept) == len(weights.matrices) + 1 - sparse
         for name in kept:
             assert (weights[name].unpacked() - plain(exact[name])).abs().max() <= error
-            is_head = weights_dtype == "int4" and name == "embeddings"
-            assert is_head or weights[name].codebook == codebook
+            assert weights[name].codebook == codebook
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_matrices_with_scales_beyond_float16_are_stored_in_8_bits(
     assert {matrix.values.dtype for matrix in weights.matrices} == {torch.int8}
     path = quantized_llama(tmp_path / "large.gguf", number, scale=large)
     name = BLOCK_TYPES[number].name
-    with pytest.raises(ConfigError, match=f"proj.weight of {name} has a scale .*at most 65504"):
+    with pytest.raises(ConfigError, match=f"weight of {name} has a scale .*at most 65504"):
         load_model(path, weights_dtype="file")
     load_model(path, weights_dtype="int8")
 
@@ -399,6 +399,26 @@ def test_a_processor_that_cannot_convert_float16_has_8_bits_instead(
     path = quantized_llama(tmp_path / "a.gguf", number)
     weights = load_model(path, weights_dtype="file").weights
     assert {matrix.values.dtype for matrix in weights.matrices} == {torch.int8}
+
+
+@pytest.mark.parametrize("weights_dtype", ["file", "int8", "int4"])
+@pytest.mark.parametrize(("number", "stored"), [(14, torch.int8), (1, None)])
+def test_an_embedding_is_quantized_if_the_file_has_it_quantized(
+    number: int, stored: torch.dtype | None, weights_dtype: Any, tmp_path: Path
+) -> None:
+    """The output matrix is another one. Type 14 is Q6_K, and 1 float16."""
+    path = quantized_llama(tmp_path / "a.gguf", number)
+    exact = load_model(path, dtype="float32").weights["embedding.weight"]
+    folder = convert_checkpoint(path, tmp_path / "folder", weights_dtype="int8")
+    ids, kernels = torch.tensor([5, 0, 31]), CpuKernels()
+    for source in (path, folder):
+        table = load_model(source, dtype="float32", weights_dtype=weights_dtype).weights[
+            "embedding.weight"
+        ]
+        assert (table.values.dtype if isinstance(table, PackedMatrix) else None) is stored
+        steps = exact[ids].abs().amax(1, keepdim=True) / 127 * 0.51
+        error = (kernels.embedding(ids, table) - exact[ids]).abs()
+        assert (error <= (steps if stored else 0)).all()
 
 
 @pytest.mark.parametrize("number", [2, 3])
