@@ -177,11 +177,10 @@ PREFIXES: Mapping[str, str] = {
     "thinker.": "",
 }
 MEDIA = re.compile(
-    r"^(model\.|thinker\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower"
-    r"|audio_model|embed_vision|embed_audio|image_newline|connector|encoder|mlp1|mm_projector"
-    r"|projector|mlp_AR|talker|token2wav|code2wav|visual_embeddings_table|image_tower|video_tower"
-    r"|aligner|layerwise_projectors|spatial_projectors|high_res_vision_\w+|vqmodel|generation_\w+"
-    r"|vision_encoder|vision_projection|merger|sound_encoder|sound_projection"
+    r"^(model\.|thinker\.)?((vision|audio|sound|image|video)_\w+|visual|multi_modal_projector"
+    r"|embed_vision|embed_audio|connector|encoder|mlp1|mm_projector|projector|mlp_AR|talker"
+    r"|token2wav|code2wav|visual_embeddings_table|aligner|layerwise_projectors|spatial_projectors"
+    r"|high_res_vision_\w+|vqmodel|generation_\w+|merger"
     r"|embed_tokens_extend)\b|\.lora_[AB]\.(speech|vision)\."
 )
 # In transformers 5, `tie_word_embeddings` of these wrappers is true by default.
