@@ -182,7 +182,7 @@ class AdapterMachine(RuleBasedStateMachine):
         self.asked = {}  # by request: what of it counts
         self.brought = {}  # (task, how often it was forgotten) -> digests
         self.times_forgotten = dict.fromkeys(range(4), 0)
-        self.life = {}  # of requests: how often their task had been forgotten
+        self.life = {}  # by request: how often its task had been forgotten
 
     # What the loop sees --------------------------------------------------------------------
 

@@ -27,8 +27,8 @@ from gptmanager.models.read_spec import read_spec
 from gptmanager.request.adapter_modules import LoraModule
 
 RANK, REQUESTS, ADAPTERS, QUIET_S, LIMIT = 64, 16, 8, 2.0, 1.2
-LEAST_TURN = 0.001  # of an iteration: less is a look at the time
-LENGTH = 8192  # of each request: all outlast what is measured
+LEAST_TURN = 0.001  # seconds; a shorter piece only reads the clock
+LENGTH = 8192  # tokens of each request: all outlast the measurement
 
 
 def all_modules(config: Any) -> dict[int, LoraModule]:

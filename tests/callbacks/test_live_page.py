@@ -274,7 +274,7 @@ def test_a_viewer_sees_the_schedule_of_a_manager():
             host.submit(request(2**64 - 1), request(8), request(9, 5, 7))
             ended = browser.wait_for(lambda it: it.row(9) and it.row(9)[10] and it.row(9))
             browser.wait_for(lambda it: it.told.get("ended") == {"LENGTH": 3})
-            browser.wait_for(lambda it: it.told["latency"][0] == 3)  # of as many requests
+            browser.wait_for(lambda it: it.told["latency"][0] == 3)  # three requests
             assert all(half > 0 for half, _ in browser.told["latency"][1:])
     assert ended[2:4] == [5, 7] and ended[10][1:3] == ["LENGTH", 7]
     kinds = [span[0] for span in browser.row(9)[9]]

@@ -36,7 +36,7 @@ def test_a_whole_response_is_cut_into_prompt_and_generated_tokens():
     "clone", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))]
 )
 def test_a_result_is_copied_and_pickled_whole(clone):
-    step = torch.arange(1000.0).reshape(1, 1, 1000)  # whose parts responses hold
+    step = torch.arange(1000.0).reshape(1, 1, 1000)  # responses hold parts of it
     collector = ResponseCollector(request())
     collector.add([*whole([1, 2, 3, 9, 8]), NamedTensor("output_log_probs", step[..., :2])])
     done = collector.result()

@@ -156,7 +156,7 @@ def test_each_of_several_outputs_has_its_own_end(queue):
     assert result.generated_ids == (*map(tuple, map(ids, ["a stop", "no end", "stop"])),)
     assert result.finish_reasons == (STOP, FinishReason.LENGTH, STOP)
     assert result.tensors["sequence_length"].tolist() == [[6, 6, 4]]
-    assert result.metrics["generated_tokens"] == 2  # as the manager counts them
+    assert result.metrics["generated_tokens"] == 2  # the count of the manager
     assert queue.poll_stop_signal() == frozenset()
 
 

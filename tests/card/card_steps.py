@@ -114,7 +114,7 @@ def _texts(setup: Setup) -> list[Step]:
         output = setup.result(name, "jsonl")
         manager = ("--device", setup.device, "--dtype", dtype, "--output", output)
         told = (setup.result("texts-cpu", "jsonl"), output, "--least")
-        least = "1.0" if dtype == "float32" else "0.7"  # of rounded logits a text may differ
+        least = "1.0" if dtype == "float32" else "0.7"  # rounded logits may change a text
         steps.append(Step(name, (*_run(setup), *manager), 75))
         compare = setup.script("compare_texts", *told, least)
         steps.append(Step(f"{name}-compared", compare, 10, least_s=5, kind="texts"))

@@ -65,7 +65,7 @@ def only_call(folder: Path) -> Iterator[None]:
         pass  # a file system without locks
     try:
         os.ftruncate(file, 0)
-        with contextlib.suppress(OSError):  # of a full disk
+        with contextlib.suppress(OSError):  # the disk may be full
             os.pwrite(file, str(os.getpid()).encode(), 0)
         yield
     finally:

@@ -97,7 +97,7 @@ def restore(out: Path, phase: str, folder: Path, but: Sequence[str]) -> list[str
 
 
 def _replace(file: Path, write_to: Callable[[Path], object]) -> None:
-    for old in file.parent.glob(f".{file.name}.*"):  # of a run that was killed
+    for old in file.parent.glob(f".{file.name}.*"):  # files of a killed run
         old.unlink(missing_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}")
     try:

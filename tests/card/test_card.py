@@ -162,7 +162,7 @@ def run(tmp_path):
 def test_a_step_that_is_done_is_not_run_again(run, tmp_path):
     steps = [shell("one", "echo run >> one"), shell("two", "echo told; exit 3")]
     run(*steps[:1])
-    again = run(*steps)  # as after a run that was killed
+    again = run(*steps)  # like the call after a killed run
     assert (tmp_path / "one").read_text() == "run\n"
     assert (again["one"].status, again["two"].status) == (0, 3)
     assert "told" in (tmp_path / "two.log").read_text()
@@ -240,7 +240,7 @@ def test_the_summary_begins_with_what_is_left(tmp_path):
         Record("cut", status=124, note="cut off by the end of the phase"),
         Record("late", note="no time left"),
         Record("lacking", note="ncu is not installed"),
-    ]  # of a run that is killed now
+    ]  # records of a run that is killed now
     lines = summary("b", {}, [], steps, records, tmp_path, "")
     assert lines[:2] == [
         "phase b: 1 steps ok, 0 not, 1 not run",

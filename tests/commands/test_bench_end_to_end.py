@@ -143,7 +143,7 @@ def test_a_model_that_the_reference_does_not_know(tmp_path):
     save_file({name: it.clone() for name, it in state.items()}, tmp_path / "model.safetensors")
     report = bench_end_to_end(EndToEndOptions("cpu", tmp_path, SMALL, only=("check",)))
     assert report["check"] == {"status": "skipped", "note": "no reference for biases"}
-    assert report["model"]["dtype"] == "bfloat16"  # as in managers
+    assert report["model"]["dtype"] == "bfloat16"  # managers have the same
     bench = workbench.Workbench(EndToEndOptions("cpu", tmp_path, SMALL))
     bench.load(Budget(None))
     assert bench.weights is None and bench.shape.itemsize == 2
@@ -495,7 +495,7 @@ def test_random_weights_are_drawn_when_they_are_asked_for():
 
 
 def test_a_batch_that_never_runs_as_a_whole(session):
-    row = time_steps(session, 5, 20, 6)  # of at most 4
+    row = time_steps(session, 5, 20, 6)  # the session has at most 4
     assert row["status"] == "failed" and row["note"] == "the batch never ran at its full size"
 
 

@@ -210,7 +210,7 @@ def test_a_model_without_a_template_is_refused(chat, tmp_path):
     assert err == "gptmanager: messages: the chat template: only users may speak\n"
     assert chat("hello", "--chat-template", tmp_path / "none", model=folder)[0] == 2
     too_long = "x" * 5000
-    assert chat("hello", "--stop", too_long, model=folder)[0] == 1  # as a request that is refused
+    assert chat("hello", "--stop", too_long, model=folder)[0] == 1  # the request is refused
 
 
 @pytest.mark.parametrize("lacks_tokenizer", [False, True])

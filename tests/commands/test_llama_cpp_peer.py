@@ -129,7 +129,7 @@ def test_engines_alternate_and_the_best_counts(
     assert started[:7] == started[7:] == list(report["engines"])
     assert started[:3] == ["gptmanager bfloat16", "gptmanager int8", "gptmanager int4"]
     assert started[3:7] == [f"llama.cpp {name}" for name in llama_cpp_peer.TYPES]
-    assert report["engines"]["gptmanager int4"]["prompt"] == 306  # of the second round
+    assert report["engines"]["gptmanager int4"]["prompt"] == 306  # from the second round
     assert report["engines"]["llama.cpp Q4_0"] == {"prompt": 100.0, "alone": 10.0, "batch": 192.0}
     assert report["ratios"]["int4 to our int8"] == {"prompt": 1.0, "alone": 1.0, "batch": 1.0}
     assert report["ratios"]["int8 to Q8_0"] == {"prompt": 3.05, "alone": 2.0, "batch": 3.0}

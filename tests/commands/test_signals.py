@@ -115,7 +115,7 @@ def test_ctrl_c_also_ends_the_script_that_runs_a_command(tmp_path):
     ) as process:
         while "joins" not in (line := process.stderr.readline()):
             assert line
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(process.pid, signal.SIGINT)  # a terminal does the same
         assert process.stdout.read() == "the first ends\n"
     assert process.returncode == -signal.SIGINT
 
@@ -124,7 +124,7 @@ def test_a_process_that_signals_of_its_own_do_not_end_exits_with_the_status():
     done = run_python("""
 import signal
 from gptmanager.terminal.signals import end_by
-signal.raise_signal = lambda number: None  # as in the first process of a container
+signal.raise_signal = lambda number: None  # like the first process of a container
 end_by(signal.SIGTERM)
 """)
     assert (done.returncode, done.stderr) == (143, "")

@@ -147,7 +147,7 @@ def test_engines_take_turns_and_each_is_alone(interpreter, notes):
     # Given a peer that leaves a process behind each time
     python = interpreter(LINGER + ANSWER)
     events = []
-    others = {*threading.enumerate()}  # of grammars that other tests keep
+    others = {*threading.enumerate()}  # threads of grammars that other tests keep
 
     def starts(name, number, count):
         events.append((name, number, count))

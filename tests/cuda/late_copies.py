@@ -14,7 +14,7 @@ _NOT_THERE_YET = 0xFB  # in each byte: no number that a step yields
 
 class LateCopies:
     def __init__(self):
-        self.count = 0  # of copies enqueued
+        self.count = 0  # the number of enqueued copies
         self._ended = 0
         self._ends = []
         self._pinned = {}  # by where it begins; kept, so that nothing else comes to lie there

@@ -77,7 +77,7 @@ def check_write(
         norm_last=kind.get("late", False),
         plus_one=kind.get("plus_one", False),
     )
-    scale = 4 if norms else 1  # of the values, and so of an absolute error
+    scale = 4 if norms else 1  # the scale of values, and so of an absolute error
     close(queries, expected, 1e-4 * scale)
     close(keys, expected_keys.transpose(2, 3), 1e-4 * scale)
     assert torch.equal(values.cpu(), expected_values.to(dtype))

@@ -552,7 +552,7 @@ def test_what_is_recorded_counts_before_the_cache_takes_the_rest(
     marks = 2 * 9 * 96 * 4
     recorded = (
         max(24, *sizes[1:], 0) if cuda_graphs and is_capturable else 0
-    )  # of 18 beams, as the ladder has it
+    )  # graphs for 18 beams, the next size of the ladder
     free = stream.free_bytes() - marks - (40 + recorded << 20)
     assert backend.memory_budget(model, params, 2).free_bytes == free
 

@@ -62,7 +62,7 @@ def test_copies(machine):
     """Blocks of 16 bytes, of two layers: more than 2^31 of them."""
     own = randn(3, 1, 1, 8, dtype=torch.bfloat16)
     pages = far_pages(machine, own, FAR + 1)
-    last = (FAR + 4) // 2 - 1  # of each layer
+    last = (FAR + 4) // 2 - 1  # the last block of each layer
     layers = pages.view(2, last + 1, 1, 1, 8)
     copies = machine.tensor(as_tensor([(last, last - 2, 1)], "cpu"))
     copy_blocks(machine.launcher, layers, layers, copies)

@@ -130,7 +130,7 @@ def test_switches(toolchain, monkeypatch):
 STEPS = (
     packed(2, (0, 9), (0, 2), samples=[1]),  # the first context has a chunk only
     packed(1, (9, 11), (2, 3)),
-    packed(1, (11, 12), (3, 4), samples=[1]),  # of one token
+    packed(1, (11, 12), (3, 4), samples=[1]),  # a step of one token
     packed(0, (12, 15), (4, 5)),  # with drafts
     packed(1, (15, 23), samples=[]),  # no sample
     packed(1, (23, 25), (5, 6))._replace(samples_prompts=True),  # launched

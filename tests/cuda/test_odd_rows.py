@@ -310,7 +310,7 @@ def test_what_has_given_nan_is_not_found_in_the_cache():
     with manager_of(model, host, "cpu", reuse=True) as manager:
         assert manager.wait_idle(120)
         counts = json.loads(host.statistics[-1])["gptmanager"]["block_reuse"]
-        assert counts["cached_blocks"] == 3  # of the other
+        assert counts["cached_blocks"] == 3  # blocks of the other request
         host.submit(from_tokens(3, right, 3), from_tokens(4, wrong, 3))
         manager.notify()
         assert manager.wait_idle(120) and manager.audit().ok
@@ -355,7 +355,7 @@ def test_odd_rows_after_an_end_count_for_nothing(device, streams):
         assert host.output(place)[-2:] == sound[:2]
     for place in (0, 1, 2):
         assert "no token is possible as generated token 4 (" in host.final(place).error
-        if streams and place < 2:  # what came before is sent
+        if streams and place < 2:  # earlier tokens are sent
             assert host.output(place) == sound[:3]
     assert not host.final(13).error and not host.final(3).error  # other beams go on
     assert end not in host.output(3)[len(asked) * (not streams) : -1]

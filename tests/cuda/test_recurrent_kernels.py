@@ -47,7 +47,7 @@ LENGTHS, SLOTS, NUM_SLOTS = [19, 1, 0, 2], [2, 0, -1, 3], 4
 WHOLE = [list(enumerate(LENGTHS))]
 CHUNKS = [[(0, 1), (3, 1)], [(1, 1), (2, 0), (0, 9)], [(3, 1), (0, 9)]]
 EPS = 1e-6
-SIZES = (21, 2, 9)  # of prompts
+SIZES = (21, 2, 9)  # lengths of prompts
 
 
 class Layer:

@@ -40,7 +40,7 @@ def test_copies_come_late():
     with stream:
         there = torch.zeros(4, dtype=torch.uint8, device=DEVICE)
         event = stream.event()
-        event.synchronize()  # of nothing
+        event.synchronize()  # no copy precedes it
         there.copy_(pinned, non_blocking=True)
         other.copy_(there + 1, non_blocking=True)
         event.record()

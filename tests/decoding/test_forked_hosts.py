@@ -99,7 +99,7 @@ def test_banned_words_that_a_fork_inherits_are_looked_up_there(tokenizer):
         others = banned.bind(["blue"]).banned_after([])
         return len(others) and list(inherited.banned_after([])) == before
 
-    with held(banned._lists.get()._lock):  # as while another request is bound
+    with held(banned._lists.get()._lock):  # another request is being bound
         assert forked(works)
     assert inherited.prepare("cpu") is banned.bind(["red"]).prepare("cpu")
 

@@ -17,7 +17,7 @@ def test_the_asyncio_host_streams_and_cancels(capsys):
 
 
 def test_the_reward_of_the_rollout_loop_rises(capsys):
-    sys.path.insert(0, str(EXAMPLES))  # as for a script: it imports its neighbor
+    sys.path.insert(0, str(EXAMPLES))  # a script imports its neighbor
     try:
         rewards = runpy.run_path(str(EXAMPLES / "rollout_loop.py"))["main"](5, sleeps=True)
     finally:

@@ -129,7 +129,7 @@ def test_a_wheel_has_its_command_version_and_licence(wheel):
     ("installed", "started_in", "found_in"),
     [
         ("nothing", "root", "root"),
-        ("wheel", "root", "root"),  # whose gptmanager/ hides the installed one
+        ("wheel", "root", "root"),  # its gptmanager/ hides the installed one
         ("wheel", "elsewhere", "target"),
         ("editable", "elsewhere", "source"),
     ],

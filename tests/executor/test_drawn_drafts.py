@@ -148,7 +148,7 @@ def test_draft_logits_belong_to_one_sequence(drawn):
     assert {*drawn.by_slot} == {1, 3}
     drawn.load(start(1, None))  # another sequence, before the first one has chosen a token
     drawn.load(start(2, None))
-    drawn.load(start(3, HostRows(None, count=1)))  # of a recording
+    drawn.load(start(3, HostRows(None, count=1)))  # a row of a recording
     assert not drawn.by_slot
 
 

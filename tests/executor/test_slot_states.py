@@ -296,6 +296,6 @@ def test_a_recording_with_snapshots_replays(tmp_path: Path) -> None:
     blueprint = recording.header.blueprint
     simulated = variant(blueprint, NO_EVICT).sizes
     assert simulated.has_states and simulated.num_snapshots == REUSE["state_snapshots"]
-    own = replace(blueprint, custom_scheduler="Own")  # whose contexts are not cut
+    own = replace(blueprint, custom_scheduler="Own")  # such a scheduler does not cut contexts
     policy = blueprint.scheduler.capacity_scheduler_policy
     assert variant(own, policy) == variant(blueprint, policy)

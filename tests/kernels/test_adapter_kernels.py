@@ -190,7 +190,7 @@ def test_a_step_that_began_has_the_same_bits(kernels: Kernels) -> None:
 
 def test_a_step_that_needs_nothing_is_none() -> None:
     case = new_case(qkv_layout(40, 24, 20), RANKS)
-    case.adapters.table[:, [0, 2], :, 1] = 0  # of other layers
+    case.adapters.table[:, [0, 2], :, 1] = 0  # only other layers have rows
     for rows in ([-1] * 5, [5, -1, 5], []):
         assert CpuKernels().begin_adapters(case.with_rows(rows)) is None
     assert CpuKernels().begin_adapters(case.with_rows([5, 0])) is not None

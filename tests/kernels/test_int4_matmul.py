@@ -196,7 +196,7 @@ def test_gate_and_up_are_one_matmul(kind: str, dtype: torch.dtype) -> None:
 def test_few_rows_lose_nothing_next_to_an_outlier(dtype: torch.dtype, variety: Variety) -> None:
     """A channel is 1,000 times as large as others and has no weight."""
     groups = any_groups(64, 96, variety)
-    groups.values[:, 70] = 8  # of e2m1, 8 stands for 0, too
+    groups.values[:, 70] = 8  # in e2m1, 8 means 0, too
     if groups.minima is not None:
         groups.minima[:, 2] = groups.scales[:, 2] * -8
     floats = groups.floats().double()

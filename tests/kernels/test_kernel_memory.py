@@ -222,7 +222,7 @@ def test_parts_of_attention_are_all_tiles_once_in_about_equal_shares(
     )
     tile_at = paged_attention._tile_at.py_func  # type: ignore[attr-defined]
     total_cost = paged_attention._total_cost.py_func  # type: ignore[attr-defined]
-    rows = {0: 0, 70: 3, **dict.fromkeys(range(1, 70, 8), 2)}  # of the first token of each tile
+    rows = {0: 0, 70: 3, **dict.fromkeys(range(1, 70, 8), 2)}  # the first token of each tile
     costs: list[list[int]] = []
     tiles = []
 

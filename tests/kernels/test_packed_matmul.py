@@ -345,7 +345,7 @@ def test_what_is_written_is_read_back(
         row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
         num_rows = data.draw(st.integers(1, rows - row))
         num_columns = data.draw(st.integers(1, columns - column))
-        values = randn(num_columns, num_rows, seed=seed).t()  # of a transposed checkpoint
+        values = randn(num_columns, num_rows, seed=seed).t()  # a transposed checkpoint
         matrix.copy_(values, row, column)
         wanted[row : row + num_rows, column : column + num_columns] = values.to(dtype)
     assert torch.equal(matrix.unpacked(), wanted) and torch.equal(plain(matrix), wanted)

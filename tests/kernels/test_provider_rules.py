@@ -367,7 +367,7 @@ def test_a_run_reads_a_few_sets_of_pages_that_exceed_caches(
     monkeypatch, phase, num_kv_heads, num_sets
 ):
     """A run of a small model reads at most eight, so that it does not take all memory."""
-    row_bytes = 2 * 64 * 64 * 32 * 4  # of the most heads
+    row_bytes = 2 * 64 * 64 * 32 * 4  # bytes of a row with the most heads
     monkeypatch.setattr(attention_trial, "_BEYOND_CACHES", 2 * row_bytes - 1)
     read = []
 

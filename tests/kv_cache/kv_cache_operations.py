@@ -77,7 +77,7 @@ class Trial(KvCacheProof):
         chance, window = self.chance, self.model.window
         beams = chance.choice([1, 1, 1, 1, 2, 3])
         prompt_len, max_new_tokens = chance.randint(1, 24), chance.randint(1, 16)
-        if beams > 1:  # who executes must not let beams pass the window
+        if beams > 1:  # an executor must not let beams pass the window
             prompt_len = min(prompt_len, window)
             max_new_tokens = min(max_new_tokens, window - prompt_len + 1)
         request = LlmRequest(

@@ -610,7 +610,7 @@ class ReuseMachine(RuleBasedStateMachine):
         self.free = list(range(num_blocks))
         self.content: dict[int, tuple[object, tuple[int, ...]]] = {}
         self.memory: dict[tuple[int, int], tuple[object, ...]] = {}
-        self.priority: dict[int, int] = {}  # of the blocks in `content`
+        self.priority: dict[int, int] = {}  # priorities of the blocks in `content`
         self.weights = 0
 
     # The model

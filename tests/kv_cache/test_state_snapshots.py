@@ -177,7 +177,7 @@ def test_a_live_sequence_has_one_snapshot_that_is_not_cached() -> None:
         machine.kv.check()
         assert machine.num_used <= 2
     machine.end(request, store=False)
-    assert machine.num_used == 1  # of its prompt
+    assert machine.num_used == 1  # that of its prompt
 
 
 def test_equal_texts_share_a_snapshot() -> None:

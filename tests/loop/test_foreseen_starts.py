@@ -86,7 +86,7 @@ class Trace:
         self.loop, self.host = self.driver.loop, self.driver.host
         self.seen = Counter()
         self.next_id = 0
-        self.share = chance.choice([0.1, 0.4, 0.7])  # of requests with an adapter
+        self.share = chance.choice([0.1, 0.4, 0.7])  # the share of requests with an adapter
         self.brought = set()
 
     def request(self):

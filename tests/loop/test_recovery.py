@@ -707,7 +707,7 @@ def test_stops_after_the_one_that_fails_are_not_lost(monkeypatch):
     monkeypatch.setattr(driver.loop.allocator, "release", fails_once)
     with pytest.raises(MemoryError):
         driver.loop.iterate()
-    driver.loop.confirmation.failing.add(1)  # as if its row of a step had failed
+    driver.loop.confirmation.failing.add(1)  # like a failed row of a step
     driver.loop.recover(errors.StepError("of the test"))
     assert driver.loop.state().failing == ()
     driver.run()

@@ -372,7 +372,7 @@ class TakesTurns(Planted):
 
 
 class Dices(Planted):
-    chance = random.Random(0)  # of all runs
+    chance = random.Random(0)  # one generator for all runs
 
     def spoil(self, output, active, in_flight):
         self.chance.shuffle(output.generation_requests)

@@ -78,7 +78,7 @@ def good(request_id, prompt_len):
 
 
 @pytest.mark.timeout(60 * FUZZ)
-@pytest.mark.filterwarnings("ignore")  # of NumPy, about what is converted
+@pytest.mark.filterwarnings("ignore")  # NumPy's, about conversions
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_mutated_requests_have_one_final_each_and_leave_their_neighbours_alone(run_ahead):
     chance = random.Random(run_ahead)

@@ -20,7 +20,7 @@ from gptmanager.journal.entries import Entries
 from gptmanager.journal.records import Kind, RecordReader
 from gptmanager.journal.segments import JournalFolder
 
-_MOST_ENDS = 8  # of an iteration: the batch size
+_MOST_ENDS = 8  # ends in an iteration: the batch size
 
 
 class Record:

@@ -39,7 +39,7 @@ from gptmanager.errors import JournalError
 
 POINTS = ("time", "start", "line", "torn", "send")
 _SHARES = (5, 2, 6, 2, 3)
-_MOST_KILLS = 12  # of one run
+_MOST_KILLS = 12  # kills of one run
 _HANG_S = 300.0  # how long a life may send nothing before it counts as one that hangs
 _POLL_S = 0.001
 _EACH_KIND_FROM = 100  # kills, from which on each kind of request must have continued

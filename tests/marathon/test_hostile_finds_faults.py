@@ -90,7 +90,7 @@ def test_a_late_answer_counts_if_its_watcher_and_the_machine_were_on_time() -> N
 
 
 def test_memory_is_judged_by_what_stays() -> None:
-    def sizes(size: Any) -> list[Memory]:  # of 20 minutes
+    def sizes(size: Any) -> list[Memory]:  # sizes during 20 minutes
         return [Memory(at, size(at / 2), 0.0) for at in range(1202)]
 
     assert judged([], sizes(lambda s: 500 + (300 if int(s) % 9 == 0 else 0))) == []

@@ -39,7 +39,7 @@ from gptmanager.kernels.experts.routing import Routing, Score
 from gptmanager.models import load_model
 from gptmanager.testing import ContractChecker, RecordingCallbacks
 
-TOLERANCE = 1e-12  # of logits whose standard deviation is about 1: float32 is off by 1e-6
+TOLERANCE = 1e-12  # logits have a standard deviation of about 1; float32 is off by 1e-6
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gpt2"]
 
 

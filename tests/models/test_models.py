@@ -39,7 +39,7 @@ from gptmanager.models.read_spec import read_spec
 from gptmanager.models.rope_scaling import rope_table
 from gptmanager.testing import RecordingCallbacks
 
-TOLERANCE = 1e-4  # of logits whose standard deviation is about 1
+TOLERANCE = 1e-4  # logits have a standard deviation of about 1
 INT16_TOLERANCE = 2e-3  # the same, where a matrix unit multiplies activations of 16 bits
 UNITS = [
     False,

@@ -35,7 +35,7 @@ from gptmanager.models.rope_scaling import Rope, rope_table
 ALL = [*FAMILY_CONFIGS, *VARIANTS]
 POSITIVE = "a positive number from 1.2e-38 to"
 LONG = "9" * 5000
-NAMES = [*map(str, range(1000))]  # of tensors
+NAMES = [*map(str, range(1000))]  # names of tensors
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e30, "alpha": 1e30}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale_all_dim": 1e30}
 CASES: list[tuple[str, dict[str, Any], str]] = [

@@ -164,7 +164,7 @@ def test_each_turn_of_a_chat_begins_with_a_snapshot(name: str) -> None:
             assert is_greedy(model, text, host.output(number))
             text += host.output(number)
         assert manager.audit().ok
-    lengths = [25, 26, 29, 46]  # of the prompts, each with the earlier turns
+    lengths = [25, 26, 29, 46]  # prompts grow by the earlier turns
     ends = [length + LENGTH * number - 1 for number, length in enumerate([*lengths], 1)]
     assert found == [0, *(end - end % 8 for end in ends)]
 

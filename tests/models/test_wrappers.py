@@ -379,7 +379,7 @@ def test_a_missing_tensor_is_named(family: str, part: str) -> None:
         ("cohere", {"model_max_length": 131072}),
         ("cohere2", {"use_parallel_embedding": True}),
         ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False}),  # Qwen3-Coder
-        ("granitemoe", {"position_embedding_type": "rope"}),  # as transformers 4 writes it
+        ("granitemoe", {"position_embedding_type": "rope"}),  # transformers 4 writes it
         ("stablelm", {"rope_pct": 0.25}),
         ("dots1", {"scoring_func": "noaux_tc", "moe_layer_freq": 1}),
         ("dots1", {"scoring_func": "sigmoid"}),

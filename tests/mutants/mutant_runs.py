@@ -67,7 +67,7 @@ class Tree:
             status, said = self.test(tests)
         finally:
             path.write_text(sound, "utf-8")
-            for own in set(self._built()) - built:  # of this mistake alone
+            for own in set(self._built()) - built:  # binaries of this mistake alone
                 own.unlink()
         return Trial(mutant, verdict(status, said), said)
 

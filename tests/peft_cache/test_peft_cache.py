@@ -88,7 +88,7 @@ def test_rows_are_whole_in_pages_and_aligned():
 def test_stages_have_pages_for_their_own_layers():
     """All count alike: for the stage that has, or needs, the most."""
     config = PeftCacheManagerConfig(optimal_adapter_size=8, max_adapter_size=8)
-    sizes = cache_sizes(config, WIDTHS, 5, 2, 10**6, (2, 4))  # of 2, 2 and 1 layers
+    sizes = cache_sizes(config, WIDTHS, 5, 2, 10**6, (2, 4))  # stages of 2, 2 and 1 layers
     assert sizes.page_size == 2 * 8 * (32 + 32 + 80)
     config.num_host_module_layer = 346
     one, three = (cache_sizes(config, WIDTHS, 6, 2, 0, it) for it in ((), (2, 4)))

@@ -85,7 +85,7 @@ def test_hidden_states_go_from_stage_to_stage(dtype):
         return sent
 
     by_rank = World(2, 3).run(body)
-    for part in range(2):  # of the last stage
+    for part in range(2):  # both parts of the last stage
         for step, hidden in enumerate(by_rank[part]):
             assert hidden.shape == (step, 3) and (hidden == step + 10 * part + 200).all()
 

@@ -624,7 +624,7 @@ def test_starts_and_ends_leave_nothing_open(monkeypatch):
             serve(it)
         start_all(monkeypatch, 2, new_hosts(), by_rank={1: {"seed": 1}})
 
-    others = {*threading.enumerate()}  # of grammars that other tests keep
+    others = {*threading.enumerate()}  # threads of grammars that other tests keep
     lives()
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))

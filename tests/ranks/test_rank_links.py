@@ -441,7 +441,7 @@ def test_closing_is_not_a_failure(no_verdict):
 def test_a_rank_that_is_not_heard_of_is_named_on_all():
     with linked(3, timeout_s=0.4) as links:
         stopped = links[1]._watch
-        stopped._send_all = lambda message: None  # as SIGSTOP does
+        stopped._send_all = lambda message: None  # SIGSTOP has the same effect
         assert set(failures(links)) == {"rank 1 has not been heard from for 0.4 s"}  # itself, too
         judged, watch = [], links[0]._watch
         judge, watch._judge = watch._judge, lambda now: (judged.append(now), judge(now))

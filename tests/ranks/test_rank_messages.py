@@ -206,7 +206,7 @@ def test_an_adapter_of_200_megabytes_comes_in_an_intake():
     assert came.input_ids.base is None  # and does not hold what came with it
 
 
-@pytest.mark.filterwarnings("ignore")  # of NumPy, about what is converted
+@pytest.mark.filterwarnings("ignore")  # NumPy's, about conversions
 def test_what_no_host_should_give_harms_no_other_request():
     """It is packed as what admission refuses."""
     chance, unpack = random.Random(1), Unpacker()

@@ -87,7 +87,7 @@ def test_a_model_gives_the_logits_of_one_rank(family, tensor, pipeline):
         ("qwen3", {"dtype": "float64"}, 1e-12),
         ("qwen3", {"dtype": "bfloat16"}, 0.1),
         ("qwen3", {"weights_dtype": "int8"}, 1e-5),
-        ("gpt2_odd", {"weights_dtype": "int8"}, 1e-5),  # of transposed matrices
+        ("gpt2_odd", {"weights_dtype": "int8"}, 1e-5),  # matrices are transposed
     ],
 )
 @pytest.mark.every(2)

@@ -281,14 +281,14 @@ def test_every_attribute_is_in_the_state_or_follows_from_what_the_loop_is_made_o
         *("_forgotten", "_done", "_failures"),  # within an iteration
     }
     derived = {"beam_width", "arrival_time", "has_extras", "adapter_tensors", "encoder_len"}
-    derived.add("weights_versions")  # of the loop, see above
+    derived.add("weights_versions")  # a field of the loop, see above
     attributes = {name for cls in type(active).__mro__ for name in getattr(cls, "__slots__", ())}
     assert {name.removeprefix("_") for name in attributes - derived} == {
         *RequestState._fields, *ProgressState._fields,
     } - {"beams", "progress"}  # fmt: skip
     assert {"words" if name == "stop_words" else name for name in EndRule.__slots__} == {
         *EndRuleState._fields,
-        "end_ids",  # of the sampling parameters
+        "end_ids",  # one of the sampling parameters
     }
     assert active.times.state()._fields == RequestTimes.__slots__
     assert set(active.drafts.state()._fields) == set(RequestDrafts.__slots__)

@@ -397,7 +397,7 @@ class TwoRequests(SyntheticLoad):
 
 def test_figures_are_those_counted_by_hand():
     """0 -> 1.4: context 0. -> 2.41: 0 generates; 1 arrived. -> 3.82: context 1, 0 ends..."""
-    assert BLUEPRINT.params.kv_cache_config.max_tokens == 262144  # as --help says
+    assert BLUEPRINT.params.kv_cache_config.max_tokens == 262144  # the value that --help has
     figures = simulate(BLUEPRINT, TwoRequests(), COST)
     assert figures.iterations == 5 and figures.request_steps == 6 and figures.requests == 2
     assert figures.makespan_s == pytest.approx(1.4 + 1.01 + 1.41 + 1.01 + 1.01)

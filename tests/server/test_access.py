@@ -234,7 +234,7 @@ def test_weights_of_a_client_never_answer_for_the_name_of_a_loaded_adapter(guard
     )
     assert load(with_key, "sei", "named").status_code == 200
     before, task = greedy(guarded, "sei"), guarded.engine.adapters.find("sei").task_id
-    guarded.engine.manager.forget_adapter(task)  # as if its pages had been needed for others
+    guarded.engine.manager.forget_adapter(task)  # like an eviction for others
 
     async def as_a_client(task_id, tensors):
         request = EngineRequest([5, 6, 7], 2, lora_task_id=task_id, **tensors)

@@ -18,7 +18,7 @@ THOUGHT = "<think>\nI look.\n</think>\n\n"
 ROME = '{"city": "Rome"}'
 NAME, ASKS = "scripted", "How is the weather in Rome?"
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the clients
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the clients
 
 
 class Place(BaseModel):

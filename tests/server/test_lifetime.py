@@ -89,7 +89,7 @@ def test_a_second_signal_ends_at_once(monkeypatch, caplog):
 
     with pytest.raises(KeyboardInterrupt):
         Outside(act).serve(monkeypatch, shutdown_timeout=3000.0)
-    assert not [it for it in caplog.records if it.exc_info]  # of the stream, which was cancelled
+    assert not [it for it in caplog.records if it.exc_info]  # a cancelled stream logs none
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def test_bad_certificates_are_one_sentence(tmp_path):
 def test_a_stale_socket_is_replaced_and_nothing_else(tmp_path):
     path = tmp_path / "socket"
     bind_path(path).close()
-    assert path.exists()  # as a killed server leaves it
+    assert path.exists()  # a killed server leaves it
     with listening("", 0, path) as listener:
         listener.listen()
         with pytest.raises(ConfigError, match="--uds .* another server listens at it"):

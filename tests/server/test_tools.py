@@ -29,7 +29,7 @@ PARAMETERS = {
     "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/Letter"}},
     "required": ["a", "b"],
     "additionalProperties": False,
-    "$defs": {"Letter": {"enum": ["x", "y"]}},  # as pydantic writes them
+    "$defs": {"Letter": {"enum": ["x", "y"]}},  # pydantic writes them so
 }
 TOOLS = [tool("add", PARAMETERS), tool("stop")]
 

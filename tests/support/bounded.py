@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SPARE_BYTES = 3 << 30  # of address space that a hostile checkpoint may take
+SPARE_BYTES = 3 << 30  # address space that a hostile checkpoint may take
 
 
 @contextmanager

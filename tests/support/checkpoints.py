@@ -98,7 +98,7 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
     },
 }
 
-_PARTS = {"mistral4": "Mistral4ForCausalLM"}  # of multimodal models, in transformers
+_PARTS = {"mistral4": "Mistral4ForCausalLM"}  # parts of multimodal models in transformers
 
 
 def new_model(config: Mapping[str, Any]) -> Any:

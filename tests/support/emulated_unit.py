@@ -25,7 +25,7 @@ class MatrixUnit:
 
     def __init__(self):
         self.tiles = np.zeros((8, _ROWS, _LINE), dtype=np.uint8)
-        self.rows = self.widths = None  # of the registers, while they are configured
+        self.rows = self.widths = None  # registers, while they are configured
         self.errors = []
 
     def ldtilecfg(self, address):

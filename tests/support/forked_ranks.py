@@ -26,7 +26,7 @@ def fork_ranks(size: int, be_rank: Callable[[int, int], object]) -> list[Child]:
         if pid == 0:
             os.environ["RANK"] = str(rank)
             be_rank(rank, writing)
-            sys.exit(0)  # as any program ends
+            sys.exit(0)  # any program ends so
         os.close(writing)
         children.append(Child(pid, reading))
     return children

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _PLUS_ONE = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-_LEFT_OUT = "moe_statics.e_score_correction_bias"  # of ERNIE 4.5
+_LEFT_OUT = "moe_statics.e_score_correction_bias"  # the correction of ERNIE 4.5
 _STACK = {"llama4_text": ".", "gemma4_text": ".switch_glu."}
 _CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

@@ -34,7 +34,7 @@ class ScriptedTexts:
         config = json.loads((folder / "config.json").read_text())
         config.update(max_position_embeddings=_LENGTH, vocab_size=_VOCABULARY)
         (folder / "config.json").write_text(json.dumps(config))
-        self.prompts: list[str] = []  # of the requests so far
+        self.prompts: list[str] = []  # prompts of the requests so far
         self._last: list[int] | None = None
         self._script: list[int] = []
         self._next: list[list[int]] = []
@@ -49,7 +49,7 @@ class ScriptedTexts:
         )
 
     def _next_token(self, history: list[int]) -> int:
-        if history[:-1] != self._last:  # of another request
+        if history[:-1] != self._last:  # another request begins
             self._begin = len(history)
             self._script = self._next.pop(0) if self._next else self._script
             self.prompts.append(self.tokenizer.decode(history, skip_special_tokens=False))

@@ -67,7 +67,7 @@ def test_value_heads_of_whole_groups_stay_in_4_bits(value_dim: int, tmp_path: Pa
     assert info.groups == (None if value_dim == 16 else "int4")
     if info.groups:
         found = [it.floats() for _, it in source.groups(name, 384 * 4, range(1, 3))]
-        assert resident_bytes(path) == 0  # what was read is released
+        assert resident_bytes(path) == 0  # pages that were read are released
         floats = [it for _, it in source.pieces(name, 1 << 20, [range(1, 3), range(384)])]
         assert resident_bytes(path) == 0
         assert len(found) == 2 and torch.equal(torch.cat(found), torch.cat(floats))

@@ -141,7 +141,7 @@ def test_blocks_unpack_as_llama_cpp_unpacks_them(number: int) -> None:
     block = BLOCK_TYPES[number]
     raw = random_blocks(torch.Generator().manual_seed(number), 50, 3 * block.num_bytes)
     given = raw.view(block.dtype) if block.dtype in ("float16",) or number == 0 else raw
-    with np.errstate(all="ignore"):  # of scales that are not finite
+    with np.errstate(all="ignore"):  # some scales are not finite
         if number in LOW_BITS:
             expected = low_bits(raw.reshape(-1, block.num_bytes), LOW_BITS[number])
         else:
@@ -289,7 +289,7 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
     tracemalloc.stop()
 
     assert largest <= size // 16
-    assert peak < path.stat().st_size / 4  # of Python's objects: no copy of the file
+    assert peak < path.stat().st_size / 4  # Python's objects, but no copy of the file
 
 
 def manager(path: Path, **options: Any) -> GptManager:

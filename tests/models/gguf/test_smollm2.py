@@ -20,7 +20,7 @@ from gptmanager.models import load_model
 
 ROOT = Path(__file__).resolve().parents[3]
 ANSWERS = json.loads(Path(__file__).with_name("smollm2_answers.json").read_text("utf-8"))["answers"]
-NUM_TOKENS = 300  # of the text whose perplexity is computed
+NUM_TOKENS = 300  # the length of the text with the perplexity
 
 
 @pytest.fixture(scope="module")

@@ -342,7 +342,7 @@ def test_float16_must_hold_the_scales_of_groups_of_4_bit_floats(
         torch.testing.assert_close(groups.floats(), floats, rtol=0, atol=6 * 2.0**-24)
 
 
-NIBBLES = PAIRS & 15, PAIRS >> 4  # of two rows
+NIBBLES = PAIRS & 15, PAIRS >> 4  # elements of two rows
 INT4 = torch.stack([(it ^ 8).to(torch.int8) - 8 for it in NIBBLES], 1).flatten(0, 1)
 GROUPS, INPUTS = torch.rand(320, 3, generator=SEED), torch.rand(48, generator=SEED).half()
 FLOAT4 = FP4[torch.stack(NIBBLES, -1).flatten(1).long()]

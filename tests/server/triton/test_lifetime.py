@@ -93,7 +93,7 @@ def test_what_runs_too_long_does_not_hold_up_the_end(monkeypatch):
         seen.append(next(responses))
         seen.append(next(responses))
         os.kill(os.getpid(), signal.SIGTERM)
-        with contextlib.suppress(grpc.RpcError):  # who reads slowly is cut off
+        with contextlib.suppress(grpc.RpcError):  # a slow reader is cut off
             seen.extend(responses)
 
     OutsideOfGrpc(act).serve(monkeypatch, grpc_port=0, shutdown_timeout=0.0)

@@ -131,7 +131,7 @@ def test_a_shape_of_many_dimensions_is_not_read(monkeypatch):
     body = {"inputs": [{"name": "input_ids", "datatype": "INT32", "shape": shape, "data": []}]}
     monkeypatch.setattr(http_messages, "parse_json", lambda text: body)
     assert "at most 8" in refused(http_messages.read_request, b"", None, MODEL)
-    assert shape.num_read < 300  # what the error shows of it
+    assert shape.num_read < 300  # only the part that the error shows
 
 
 class Message:

@@ -47,7 +47,7 @@ def test_the_prompt_and_what_follows(infer, text, model):
         *("generation_logits", "batch_index", "sequence_index"),
     }
     assert one(infer(model, **ask(exclude_input_in_output=True))) == text(PROMPT, 20)
-    nothing = {"bad_words": words(""), "stop_words": words("", "")}  # as clients send it
+    nothing = {"bad_words": words(""), "stop_words": words("", "")}  # clients send it so
     assert one(infer(model, **ask(**nothing))) == PROMPT + text(PROMPT, 20)
 
 
