@@ -30,6 +30,7 @@ from gptmanager.kernels.gemm.int4_matrix import Int4Matrix
 from gptmanager.kernels.gemm.int4_tiles import GROUP_BYTES, SCALE_BYTES, widen_numbers_to_pairs
 from gptmanager.kernels.gemm.matmul_task import MATMUL_TASK
 from gptmanager.kernels.gemm.packed_matrix import PackedMatrix, Quantized
+from gptmanager.kernels.gemm.panels.words import PackedGroups
 from gptmanager.kernels.gemm.unit import unit_matmul
 from gptmanager.kernels.gemm.unit.int8_unit_tiles import (
     SPAN_BYTES,
@@ -432,7 +433,18 @@ def test_groups_of_another_codebook_are_rounded() -> None:
     for one, other in itertools.permutations(VARIETIES, 2):
         groups, given = any_groups(16, 64, one), any_groups(16, 64, other)
         matrix = packed(groups)
+        is_same = given.codebook == groups.codebook
         matrix.copy_(given)
         assert matrix.codebook == groups.codebook
-        assert torch.equal(matrix.unpacked(), given.floats()) == (given.codebook == groups.codebook)
+        assert torch.equal(matrix.unpacked(), given.floats()) == is_same
         assert (matrix.unpacked() - given.floats()).norm() < 0.15 * given.floats().norm()
+        assert is_same or not matrix.adopt(packed(given).panels)
+
+
+@pytest.mark.parametrize("codebook", [None, "iq4"])
+def test_packed_groups_of_another_codebook_are_rounded(codebook: Codebook | None) -> None:
+    words = randn(16, 16).view(torch.int32)
+    given = PackedGroups(words, 128, torch.ones(16, 4).half(), GROUP, codebook="e2m1")
+    matrix = Int4Matrix(16, 128, torch.float32, codebook=codebook)
+    matrix.copy_(given)
+    assert (matrix.unpacked() - given.floats()).norm() < 0.15 * given.floats().norm()

@@ -421,6 +421,14 @@ def test_an_embedding_is_quantized_if_the_file_has_it_quantized(
         assert (error <= (steps if stored else 0)).all()
 
 
+@pytest.mark.parametrize("number", [2, 20])
+def test_a_file_in_4_bits_is_converted_to_8_bits_if_asked(number: int, tmp_path: Path) -> None:
+    path = quantized_llama(tmp_path / "a.gguf", number)
+    folder = convert_checkpoint(path, tmp_path / "folder", weights_dtype="int8")
+    weights = load_model(folder, weights_dtype="file").weights
+    assert {matrix.values.dtype for matrix in weights.matrices} == {torch.int8}
+
+
 @pytest.mark.parametrize("number", [2, 3])
 def test_ranks_keep_the_numbers_of_matrices_in_4_bits(number: int, tmp_path: Path) -> None:
     """A share of columns begins with a group, or is rounded again."""
