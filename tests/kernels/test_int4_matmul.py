@@ -259,6 +259,7 @@ def test_groups_are_kept_and_looked_up_as_they_are(
     assert not matrix.holds(replace(wanted, values=wanted.values ^ 1))
     ids = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), max_size=5)), dtype=torch.int64)
     assert torch.equal(CpuKernels().embedding(ids, matrix), wanted.floats().to(dtype)[ids])
+    assert torch.equal(matrix.gathered(ids), wanted.floats().to(dtype)[ids])
     start = GROUP * data.draw(st.integers(0, (columns - 1) // GROUP))
     part = Int4Matrix(rows, columns - start, dtype, codebook=wanted.codebook)
     part.copy_(wanted, columns=slice(start, columns))

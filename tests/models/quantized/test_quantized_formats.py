@@ -6,6 +6,7 @@ linears of one tiny Llama.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -76,6 +77,7 @@ def test_experts_of_mlx_have_a_global_scale_each() -> None:
         config = {"quantization": {"group_size": 32, "bits": 4, module: own}}
         given = {key: it for key, it in {**tensors, **changes}.items() if it is not None}
         source = as_floats(config, StateDict(given))
+        assert source.describe()[f"{module}.weight"].groups is None  # groups have 16 columns
         return torch.cat([it.clone() for _, it in source.pieces(f"{module}.weight", 1 << 40)])
 
     # mlx_lm notes the global scale in the options of a module, or only writes the tensor
@@ -340,6 +342,19 @@ def test_float16_must_hold_the_scales_of_groups_of_4_bit_floats(
         [(_, floats)] = source.pieces("a.q_proj.weight", 1 << 30)
         assert groups.scales.isfinite().all()
         torch.testing.assert_close(groups.floats(), floats, rtol=0, atol=6 * 2.0**-24)
+
+
+@pytest.mark.parametrize("largest", [113, 144, 255])
+def test_experts_whose_scales_float16_cannot_hold_are_not_kept_in_groups(largest: int) -> None:
+    scales = torch.full((2, 16, 2), 100, dtype=torch.uint8)
+    scales[1, 3, 1] = largest
+    blocks = torch.full((2, 16, 2, 16), 119, dtype=torch.uint8)
+    tensors = {"a.down_proj_blocks": blocks, "a.down_proj_scales": scales}
+    source = as_floats({"quantization_config": {"quant_method": "mxfp4"}}, StateDict(tensors))
+    assert source.describe()["a.down_proj"].groups is None
+    with pytest.raises(ConfigError) if largest == 255 else contextlib.nullcontext():
+        [(_, codes)] = source.codes("a.down_proj", 1 << 20, range(16, 32))
+        assert codes.floats().max() == 6 * 2.0 ** (largest - 127)
 
 
 NIBBLES = PAIRS & 15, PAIRS >> 4  # elements of two rows
