@@ -13,7 +13,10 @@ from gptmanager.environment.machine.cpu_features import cpu_features
 from gptmanager.kernels.attention.paged_attention import attention
 from gptmanager.kernels.compiled_bodies import bodies_of_model
 from gptmanager.kernels.embedding_lookup import embed
+from gptmanager.kernels.gemm.int4_matrix import INT4
+from gptmanager.kernels.gemm.matmul_plan import matmul_bodies
 from gptmanager.kernels.per_token_kernels import normalize
+from gptmanager.kernels.simd.dtypes import HAS_FLOAT16
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS = {"sse2": True, "avx2": True, "f16c": True, "avx512f": False}
@@ -49,6 +52,9 @@ def test_what_a_model_runs_is_compiled_at_its_start():
     found = bodies_of_model(torch.float32, ("int8",), deterministic=True)
     assert {attention, embed, normalize} < {*found}
     assert any(it.__name__.startswith("multiply_int8") for it in found)
+    for kind in ("int4", "e2m1", "iq4"):  # the last two are codebooks, which other code looks up
+        needed = {*matmul_bodies(INT4, False, kind != "int4")} if HAS_FLOAT16 else set()
+        assert needed <= {*bodies_of_model(torch.float32, (kind,), deterministic=False)}
 
 
 @pytest.mark.slow  # each compiles all kernels anew
