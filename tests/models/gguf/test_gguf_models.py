@@ -7,7 +7,7 @@ import re
 import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -226,10 +226,18 @@ def with_experts(given: Mapping[str, Any], joined: bool = False) -> dict[str, An
 
 
 def quantized_llama(
-    path: Path, number: int, sparse: bool = False, scale: float = 0.001, **metadata: Any
+    path: Path,
+    given: int,
+    sparse: bool = False,
+    scale: float = 0.001,
+    others: Mapping[str, int] = MappingProxyType({}),
+    **metadata: Any,
 ) -> Path:
-    """A Llama with matrices of random blocks, in which the float16 numbers are `scale`."""
-    block, generator = BLOCK_TYPES[number], torch.Generator().manual_seed(0)
+    """A Llama with matrices of random blocks, in which the float16 numbers are `scale`.
+
+    `given` is the type of its matrices, and `others` has the types of some of them by name.
+    """
+    generator = torch.Generator().manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     config = {**CONFIGS["llama"], **sizes}
     tensors = model_tensors("llama", config, random_model(config).state_dict())
@@ -237,6 +245,8 @@ def quantized_llama(
         tensors, metadata = with_experts(tensors), {**metadata, **EXPERTS}
     for name, (_, values) in tensors.items():
         if values.ndim > 1:
+            number = others.get(name, given)
+            block = BLOCK_TYPES[number]
             raw = random_blocks(generator, values.size // block.size, block.num_bytes)
             scales = [208] if block.name == "Q6_K" else [0, 2][: 2 if "_1" in block.name else 1]
             ends = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "TQ1_0": [52]}
@@ -389,6 +399,25 @@ def test_matrices_with_scales_beyond_float16_are_stored_in_8_bits(
     with pytest.raises(ConfigError, match=f"weight of {name} has a scale .*at most 65504"):
         load_model(path, weights_dtype="file")
     load_model(path, weights_dtype="int8")
+
+
+@pytest.mark.parametrize("other", [2, 8, 39])
+@pytest.mark.parametrize("weights_dtype", ["file", "int4"])
+def test_matrices_of_two_types_that_are_one_matrix_share_a_format(
+    other: int, weights_dtype: Any, tmp_path: Path
+) -> None:
+    """Queries and keys are IQ4_NL, and values Q4_0, Q8_0 or MXFP4."""
+    path = quantized_llama(tmp_path / "a.gguf", 20, others={"blk.0.attn_v.weight": other})
+    exact = load_model(path, dtype="float32").weights
+    weights = load_model(path, dtype="float32", weights_dtype=weights_dtype).weights
+    joined, alone = weights["layers.0.qkv.weight"], weights["layers.0.up.weight"]
+    assert isinstance(alone, Int4Matrix) and alone.codebook == "iq4"
+    if weights_dtype == "file":
+        assert joined.values.dtype is torch.int8
+    else:
+        assert isinstance(joined, Int4Matrix) and joined.codebook is None
+    floats, error = plain(exact["layers.0.qkv.weight"]), 0.01 if weights_dtype == "file" else 0.1
+    assert (joined.unpacked() - floats).norm() < error * floats.norm()
 
 
 @pytest.mark.parametrize("number", [2, 20])
